@@ -1,0 +1,35 @@
+"""A block range: hidden states to hidden states, with or without sessions. `chain` is one over all blocks."""
+
+from corolla.errors import CorollaError
+from corolla.serving.adapter import answered, error_response, integers, response, strings, tensor
+from corolla.serving.blocks import BlocksRequest
+from corolla.serving.hosting import Host
+from corolla.serving.parameters import ServedModel
+
+
+class TritonPythonModel:
+    """Triton's interface of a Python model."""
+
+    def initialize(self, args):
+        host = Host(ServedModel.from_arguments(args))
+        self._service = host.blocks(host.session_table())
+
+    def execute(self, requests):
+        """Reads all requests, runs the readable ones as one batch where they fit together, answers in order."""
+        read = [answered(lambda request=request: _read(request)) for request in requests]
+        results = iter(self._service.run([item for item in read if isinstance(item, BlocksRequest)]))
+        return [_respond(next(results)) if isinstance(item, BlocksRequest) else item for item in read]
+
+
+def _read(request):
+    return BlocksRequest(
+        hidden_states=tensor(request, "hidden_states"),
+        session_ids=strings(request, "session_id"),
+        starts=integers(request, "start_position"),
+    )
+
+
+def _respond(result):
+    if isinstance(result, CorollaError):
+        return error_response(result)
+    return response(output_hidden_states=result)

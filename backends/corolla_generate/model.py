@@ -1,0 +1,51 @@
+"""Text to streamed text."""
+
+from functools import partial
+
+from corolla.generate.engine import GenerateEngine
+from corolla.generate.request import parse_request
+from corolla.model.ends import Embedding, Head
+from corolla.serving.adapter import FINAL, call_blocks, error_response, scalar, strings
+from corolla.serving.hosting import Host
+from corolla.serving.parameters import ServedModel
+from corolla.serving.senders import SenderThreads
+
+LISTS = {"stop_words", "bad_words"}
+
+
+class TritonPythonModel:
+    """Triton's interface of a Python model."""
+
+    def initialize(self, args):
+        model = ServedModel.from_arguments(args)
+        host = Host(model)
+        table = host.session_table()
+        self._senders = SenderThreads()
+        self._engine = GenerateEngine(
+            checkpoint=host.checkpoint,
+            embedding=Embedding(host.parts),
+            head=Head(host.parts),
+            blocks=host.blocks(table),
+            table=table,
+            run_ranges=partial(call_blocks, "ranges"),
+            max_short_tokens=model.max_short_tokens,
+        )
+
+    def execute(self, requests):
+        for request in requests:
+            self._start(request, request.get_response_sender())
+
+    def finalize(self):
+        self._engine.stop()
+
+    def _start(self, request, sender):
+        try:
+            generation = parse_request(_inputs(request))
+            self._engine.start(generation, self._senders.stream(sender, streaming=generation.stream))
+        except Exception as error:
+            sender.send(error_response(error), flags=FINAL)
+
+
+def _inputs(request):
+    names = [tensor.name() for tensor in request.inputs()]
+    return {name: (strings if name in LISTS else scalar)(request, name) for name in names}

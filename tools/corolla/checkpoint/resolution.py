@@ -1,0 +1,23 @@
+"""Which dtype a checkpoint is served in."""
+
+import torch
+from transformers import PretrainedConfig
+
+from corolla.dtypes import DTYPES, DType, dtype_named
+from corolla.errors import InvalidValueError
+
+
+def resolve_dtype(wanted: str, config: PretrainedConfig) -> DType:
+    """`wanted`, or for `auto` the checkpoint's own dtype with float32 replaced by bfloat16.
+
+    InvalidValueError for a dtype that cannot be served.
+    """
+    if wanted != "auto":
+        return dtype_named(wanted)
+    stored = config.dtype if config.dtype is not None else torch.float32
+    if stored == torch.float32:
+        return DTYPES["bfloat16"]
+    name = str(stored).removeprefix("torch.")
+    if name not in DTYPES:
+        raise InvalidValueError("config.json: dtype", name, f"{', '.join(DTYPES)}; or give --dtype")
+    return DTYPES[name]

@@ -1,0 +1,65 @@
+"""`corolla init`: write a model repository for a checkpoint."""
+
+import os
+from pathlib import Path
+
+import click
+
+from corolla.checkpoint.folder import CheckpointFolder
+from corolla.checkpoint.resolution import resolve_dtype
+from corolla.dtypes import DTYPES
+from corolla.errors import InvalidValueError
+from corolla.repository.plan import DEFAULT_MAX_BATCH_SIZE, RepositoryPlan, split_evenly
+from corolla.repository.writer import write_repository
+from corolla.serving.parameters import parse_blocks
+
+
+@click.command(
+    epilog="""\b
+    Examples:
+      corolla init ./my-llama --out ./repository
+      corolla init ./my-llama --out ./repository --ranges 0:10,10:22 --dtype bfloat16"""
+)
+@click.argument("checkpoint", type=click.Path(path_type=Path))
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder of the repository.")
+@click.option("--range-size", type=int, help="Blocks per range. [default: half of the model]")
+@click.option("--ranges", help="The ranges themselves, such as 0:4,4:8.")
+@click.option("--dtype", type=click.Choice(["auto", *DTYPES]), default="auto", show_default=True,
+              help="auto: the checkpoint's own, but bfloat16 for float32.")
+@click.option("--max-batch-size", type=int, default=DEFAULT_MAX_BATCH_SIZE, show_default=True,
+              help="Rows per batch of every model.")
+@click.option("--threads", type=int, default=0, show_default=True,
+              help="CPU threads per process; 0: one per core of the serving machine.")
+@click.option("--attn-cache-tokens", type=int, default=0,
+              help="Token positions of the KV cache. [default: 16384 with grouped or multi-query attention, else 4096]")
+@click.option("--relative", is_flag=True, help="Write the checkpoint's path relative to the repository.")
+def command(
+    checkpoint: Path, out: Path, range_size: int | None, ranges: str | None, dtype: str, max_batch_size: int,
+    threads: int, attn_cache_tokens: int, relative: bool,
+) -> None:
+    """Write a model repository that serves the local Hugging Face CHECKPOINT folder.
+
+    Files that are already as they should be are left alone, and so is everything else in the folder.
+    """
+    config = CheckpointFolder(checkpoint).config
+    plan = RepositoryPlan(
+        checkpoint=Path(os.path.relpath(checkpoint.resolve(), out.resolve())) if relative else checkpoint.resolve(),
+        config=config,
+        dtype=resolve_dtype(dtype, config),
+        ranges=_ranges(range_size, ranges, config.num_hidden_layers),
+        max_batch_size=max_batch_size,
+        threads=threads,
+        attn_cache_tokens=attn_cache_tokens,
+    )
+    changed = write_repository(plan, out)
+    for file in changed:
+        click.echo(f"wrote {file}")
+    click.echo(f"{out}: {len(plan.ranges)} ranges in {plan.dtype.name}; start it with: corolla serve {out}")
+
+
+def _ranges(range_size: int | None, ranges: str | None, blocks: int) -> list[range]:
+    if ranges is not None and range_size is not None:
+        raise InvalidValueError("--range-size", range_size, "either --range-size or --ranges, not both")
+    if ranges is not None:
+        return [parse_blocks(part) for part in ranges.split(",")]
+    return split_evenly(blocks, range_size if range_size is not None else -(-blocks // 2))

@@ -1,0 +1,90 @@
+"""One running generation."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from corolla.generate.request import GenerationRequest
+from corolla.generate.sampling import TokenChooser
+from corolla.generate.text import TextStream
+
+
+@dataclass(frozen=True)
+class Finished:
+    """How a generation ended: `reason` is stop (end token or stop word) or length."""
+
+    reason: str
+    num_input_tokens: int
+    num_output_tokens: int
+
+
+class Output(Protocol):
+    """Where a generation's text goes. No method blocks; all may be called after the client is gone."""
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether nobody waits for the text any more."""
+
+    def send(self, text: str, finished: Finished | None) -> None:
+        """More text, and with the last of it how it ended."""
+
+    def fail(self, error: Exception) -> None:
+        """Ends the output with an error."""
+
+
+@dataclass
+class Sequence:
+    """A generation in progress: `token_ids` are prompt and new tokens, the first `cached` of them in the cache."""
+
+    request: GenerationRequest
+    prompt_ids: list[int]
+    max_tokens: int
+    chooser: TokenChooser
+    text: TextStream
+    output: Output
+    session_id: str = ""
+    cached: int = 0
+    token_ids: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.token_ids = list(self.prompt_ids)
+
+    @property
+    def new_tokens(self) -> int:
+        """Tokens generated so far."""
+        return len(self.token_ids) - len(self.prompt_ids)
+
+    @property
+    def pending(self) -> list[int]:
+        """Tokens the model has not seen yet: the prompt's rest, then always the newest one."""
+        return self.token_ids[self.cached :]
+
+    def accept(self, logits: torch.Tensor) -> Finished | None:
+        """Chooses the next token from logits [V], sends its text; returns how it ended, if it did."""
+        self.cached = len(self.token_ids)
+        token = self.chooser.choose(self.token_ids, logits)
+        self.token_ids.append(token)
+        ended = token in self.chooser.end_tokens
+        text = "" if ended else self.text.push(token)
+        finished = self._finished(ended)
+        if finished is not None:
+            text += self.text.flush()
+        if self.request.echo and self.new_tokens == 1:
+            text = self.request.text_input + text
+        self.output.send(text, finished)
+        return finished
+
+    def _finished(self, ended: bool) -> Finished | None:
+        if ended or self.text.stopped:
+            reason = "stop"
+        elif self.new_tokens >= self.max_tokens:
+            reason = "length"
+        else:
+            return None
+        return Finished(reason, len(self.prompt_ids), self.new_tokens)
+
+
+StepFunction = Callable[[list[Sequence]], "list[torch.Tensor | Exception]"]
+"""Runs the pending tokens of sequences with equally many of them: logits [V] after the last, or an error, each."""

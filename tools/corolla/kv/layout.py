@@ -1,0 +1,65 @@
+"""The shape of the KV cache that all processes of a server share."""
+
+import json
+from dataclasses import asdict, dataclass
+
+import torch
+from transformers import PretrainedConfig
+
+from corolla.dtypes import dtype_named
+
+DEFAULT_PAGE_SIZE = 16
+
+
+@dataclass(frozen=True)
+class KVLayout:
+    """Pages of `page_size` token positions; per block one key and one value of [kv_heads, head_dim] each."""
+
+    pages: int
+    page_size: int
+    blocks: int
+    kv_heads: int
+    head_dim: int
+    dtype: str
+
+    @classmethod
+    def of(cls, config: PretrainedConfig, dtype: str, attn_cache_tokens: int, page_size: int) -> "KVLayout":
+        """The layout for a model: `attn_cache_tokens` rounded up to whole pages."""
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return cls(
+            pages=-(-attn_cache_tokens // page_size),
+            page_size=page_size,
+            blocks=config.num_hidden_layers,
+            kv_heads=config.num_key_value_heads,
+            head_dim=head_dim,
+            dtype=dtype,
+        )
+
+    @property
+    def slots(self) -> int:
+        """Token positions in the arena."""
+        return self.pages * self.page_size
+
+    @property
+    def elements_per_block(self) -> int:
+        """Keys and values of one block."""
+        return 2 * self.slots * self.kv_heads * self.head_dim
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of one block's keys and values."""
+        return self.elements_per_block * self.torch_dtype.itemsize
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype of keys and values."""
+        return dtype_named(self.dtype).torch
+
+    def to_json(self) -> str:
+        """For the run directory, where every process compares it with its own."""
+        return json.dumps(asdict(self), sort_keys=True)
+
+
+def default_attn_cache_tokens(config: PretrainedConfig) -> int:
+    """16384 with grouped or multi-query attention, else 4096: the budgets of Petals' servers."""
+    return 16384 if config.num_key_value_heads < config.num_attention_heads else 4096

@@ -1,0 +1,44 @@
+"""The directory that holds what the processes of one server share while it runs."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from filelock import FileLock
+
+from corolla.errors import EnvironmentProblemError
+from corolla.kv.layout import KVLayout
+from corolla.processes import ProcessIdentity
+
+ENVIRONMENT_VARIABLE = "COROLLA_RUN_DIR"
+
+
+def run_directory() -> Path:
+    """The directory named by COROLLA_RUN_DIR, which `corolla serve` sets for its server.
+
+    Under a plain tritonserver, one in /dev/shm named after the server's process, the parent of every model's.
+    """
+    if ENVIRONMENT_VARIABLE in os.environ:
+        return Path(os.environ[ENVIRONMENT_VARIABLE])
+    return Path(f"/dev/shm/corolla-{ProcessIdentity.of(os.getppid())}")
+
+
+@contextmanager
+def prepared_run_directory(path: Path, layout: KVLayout) -> Iterator[None]:
+    """Holds the directory's lock while the caller creates or opens its files.
+
+    Raises EnvironmentProblemError when another model with another layout uses the directory already.
+    """
+    path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with FileLock(path / "lock"):
+        recorded = path / "layout.json"
+        if not recorded.exists():
+            recorded.write_text(layout.to_json())
+        elif recorded.read_text() != layout.to_json():
+            raise EnvironmentProblemError(
+                f"{recorded}: holds the KV cache of another model or configuration ({recorded.read_text()}, not "
+                f"{layout.to_json()}); all models of a server must agree: write the repository anew with "
+                "`corolla init` and restart the server"
+            )
+        yield

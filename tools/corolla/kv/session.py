@@ -1,0 +1,60 @@
+"""The data types of sessions."""
+
+from dataclasses import dataclass
+
+import torch
+
+DEFAULT_IDLE_TIMEOUT = 300.0
+
+
+@dataclass(frozen=True)
+class Session:
+    """One open session as a process sees it.
+
+    `record` is its row in the shared records, `epoch` the number that record must still show, `page_slots`
+    [pages] int64 the first slot of each of its pages, `max_length` the positions it may use.
+    """
+
+    id: str
+    record: int
+    epoch: int
+    max_length: int
+    page_slots: torch.Tensor
+    first_slot: int
+    contiguous: bool
+
+
+@dataclass(frozen=True)
+class OpenRequest:
+    """What a caller wants reserved.
+
+    `timeout` is how long to wait for room, in seconds; lower `priority` is served first, then earlier arrival;
+    the session ends after `idle_timeout` seconds without a step.
+    """
+
+    max_length: int
+    timeout: float = 0.0
+    priority: int = 0
+    idle_timeout: float = DEFAULT_IDLE_TIMEOUT
+
+
+@dataclass(frozen=True)
+class CacheStatus:
+    """Tokens are positions in whole pages: `free_tokens` falls by a session's `reserved_tokens` when it opens."""
+
+    total_tokens: int
+    free_tokens: int
+    open_sessions: int
+    waiting: int
+
+
+@dataclass(frozen=True)
+class SessionStatus:
+    """One session: `length` is the number of positions cached in every hosted block that was stepped."""
+
+    id: str
+    max_length: int
+    reserved_tokens: int
+    length: int
+    idle_seconds: float
+    idle_timeout: float

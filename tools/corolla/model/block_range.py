@@ -1,0 +1,78 @@
+"""A block range: consecutive decoder blocks over mapped weights."""
+
+from typing import Protocol
+
+import torch
+
+from corolla.checkpoint.prepared import PreparedParts, block_part
+from corolla.errors import InvalidValueError
+from corolla.model.family import family_of
+from corolla.model.loading import load_module
+
+
+class StepCache(Protocol):
+    """What a step needs of a KV cache; see corolla.kv.steps.PagedCache."""
+
+    position_ids: torch.Tensor
+    attention_mask: torch.Tensor | None
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+class BlockRange:
+    """Blocks [start, stop): hidden states [B, T, H] in, the same shape and dtype out."""
+
+    def __init__(self, parts: PreparedParts, blocks: range) -> None:
+        config = parts.checkpoint.config
+        family = family_of(config)
+        if not 0 <= blocks.start < blocks.stop <= config.num_hidden_layers:
+            raise InvalidValueError(
+                "blocks", f"{blocks.start}:{blocks.stop}", f"a range inside 0:{config.num_hidden_layers}"
+            )
+        config._attn_implementation = "sdpa"
+        self.blocks = blocks
+        self.context_length: int = config.max_position_embeddings
+        self._rotary_embedding = family.rotary_embedding(config)
+        self._layers = [
+            load_module(lambda i=index: family.block(config, i), parts.load(block_part(index)), block_part(index))  # type: ignore[misc]
+            for index in blocks
+        ]
+
+    @torch.inference_mode()
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Whole sequences from position 0, no cache. InvalidValueError beyond the model's context."""
+        self.check_length(hidden_states.shape[1])
+        positions = torch.arange(hidden_states.shape[1])[None]
+        return self._run(hidden_states, positions, None, None)
+
+    @torch.inference_mode()
+    def step(self, hidden_states: torch.Tensor, cache: StepCache) -> torch.Tensor:
+        """New positions of sessions, given by `cache`, which takes their keys and values."""
+        return self._run(hidden_states, cache.position_ids, cache.attention_mask, cache)
+
+    def check_length(self, length: int) -> None:
+        """InvalidValueError for an empty sequence or one beyond the model's context."""
+        if not 1 <= length <= self.context_length:
+            raise InvalidValueError(
+                "hidden_states", f"a sequence of {length} positions", f"1 to {self.context_length} positions"
+            )
+
+    def _run(
+        self,
+        hidden_states: torch.Tensor,
+        position_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        cache: StepCache | None,
+    ) -> torch.Tensor:
+        position_embeddings = self._rotary_embedding(hidden_states, position_ids)
+        for layer in self._layers:
+            hidden_states = layer(
+                hidden_states,
+                attention_mask=attention_mask,
+                position_ids=position_ids,
+                past_key_values=cache,
+                position_embeddings=position_embeddings,
+            )
+        return hidden_states

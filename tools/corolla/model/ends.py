@@ -1,0 +1,42 @@
+"""The two ends of a model: token ids to hidden states, hidden states to logits."""
+
+import torch
+from torch import nn
+
+from corolla.checkpoint.prepared import EMBEDDING, HEAD, PreparedParts
+from corolla.errors import InvalidValueError
+from corolla.model.family import family_of
+from corolla.model.loading import load_module
+
+
+class Embedding:
+    """Token ids [B, T] int64 to hidden states [B, T, H] in the model's dtype."""
+
+    def __init__(self, parts: PreparedParts) -> None:
+        self._weight = parts.load(EMBEDDING)["weight"]
+
+    @torch.inference_mode()
+    def __call__(self, input_ids: torch.Tensor) -> torch.Tensor:
+        vocabulary = self._weight.shape[0]
+        outside = (input_ids < 0) | (input_ids >= vocabulary)
+        if bool(outside.any()):
+            raise InvalidValueError("input_ids", int(input_ids[outside][0]), f"0 to {vocabulary - 1}")
+        return nn.functional.embedding(input_ids, self._weight)
+
+
+class Head:
+    """Hidden states [B, T, H] to logits [B, T, V] float32: final norm and output projection."""
+
+    def __init__(self, parts: PreparedParts) -> None:
+        tensors = parts.load(HEAD)
+        norm = family_of(parts.checkpoint.config).final_norm
+        self._norm = load_module(lambda: norm(parts.checkpoint.config), _submodule(tensors, "norm."), HEAD)
+        self._projection = _submodule(tensors, "projection.")["weight"]
+
+    @torch.inference_mode()
+    def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(self._norm(hidden_states), self._projection).float()
+
+
+def _submodule(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+    return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}

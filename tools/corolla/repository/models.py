@@ -1,0 +1,204 @@
+"""The configuration of every model of a server, as Triton's own protobuf."""
+
+from collections.abc import Iterable
+
+from tritonclient.grpc import model_config_pb2
+from tritonclient.grpc.model_config_pb2 import (
+    TYPE_BOOL,
+    TYPE_FP32,
+    TYPE_INT32,
+    TYPE_INT64,
+    TYPE_STRING,
+    TYPE_UINT64,
+    ModelConfig,
+    ModelEnsembling,
+    ModelInput,
+    ModelInstanceGroup,
+    ModelOutput,
+    ModelParameter,
+)
+
+from corolla.repository.plan import RepositoryPlan
+
+
+def all_models(plan: RepositoryPlan) -> list[ModelConfig]:
+    """Every model of the server, in the order of a request's way."""
+    return [
+        _embed(plan),
+        *(_blocks(plan, blocks_name(blocks), blocks) for blocks in plan.ranges),
+        _head(plan),
+        _ranges(plan),
+        _pipeline(plan),
+        _blocks(plan, "chain", plan.hosted),
+        _sessions(plan),
+        _generate(plan),
+    ]
+
+
+def blocks_name(blocks: range) -> str:
+    """The model that hosts a block range."""
+    return f"blocks_{blocks.start:02d}_{blocks.stop:02d}"
+
+
+def _embed(plan: RepositoryPlan) -> ModelConfig:
+    model = _backend_model(plan, "embed", "corolla_embed", plan.max_batch_size)
+    model.input.append(ModelInput(name="input_ids", data_type=TYPE_INT64, dims=[-1]))
+    model.output.append(_hidden_output(plan, "hidden_states"))
+    model.dynamic_batching.SetInParent()
+    return model
+
+
+def _head(plan: RepositoryPlan) -> ModelConfig:
+    model = _backend_model(plan, "head", "corolla_head", plan.max_batch_size)
+    model.input.append(_hidden_input(plan))
+    model.output.append(_logits(plan))
+    model.dynamic_batching.SetInParent()
+    return model
+
+
+def _blocks(plan: RepositoryPlan, name: str, blocks: range) -> ModelConfig:
+    model = _backend_model(plan, name, "corolla_blocks", plan.max_batch_size)
+    model.parameters["blocks"].CopyFrom(_parameter(f"{blocks.start}:{blocks.stop}"))
+    model.input.extend([_hidden_input(plan), *_session_inputs()])
+    model.output.append(_hidden_output(plan, "output_hidden_states"))
+    model.dynamic_batching.SetInParent()
+    return model
+
+
+def _ranges(plan: RepositoryPlan) -> ModelConfig:
+    model = ModelConfig(name="ranges", platform="ensemble", max_batch_size=plan.max_batch_size)
+    model.input.extend([_hidden_input(plan), *_session_inputs()])
+    model.output.append(_hidden_output(plan, "output_hidden_states"))
+    model.ensemble_scheduling.step.extend(_range_steps(plan, "hidden_states", "output_hidden_states", with_session=True))
+    return model
+
+
+def _pipeline(plan: RepositoryPlan) -> ModelConfig:
+    model = ModelConfig(name="pipeline", platform="ensemble", max_batch_size=plan.max_batch_size)
+    model.input.append(ModelInput(name="input_ids", data_type=TYPE_INT64, dims=[-1]))
+    model.output.append(_logits(plan))
+    model.ensemble_scheduling.step.extend(
+        [
+            _step("embed", {"input_ids": "input_ids"}, {"hidden_states": "embedded"}),
+            *_range_steps(plan, "embedded", "last_hidden_states", with_session=False),
+            _step("head", {"hidden_states": "last_hidden_states"}, {"logits": "logits"}),
+        ]
+    )
+    return model
+
+
+def _sessions(plan: RepositoryPlan) -> ModelConfig:
+    model = _backend_model(plan, "sessions", "corolla_sessions", max_batch_size=0)
+    model.input.extend(
+        [
+            ModelInput(name="operation", data_type=TYPE_STRING, dims=[1]),
+            _optional("session_id", TYPE_STRING),
+            _optional("max_length", TYPE_INT32),
+            _optional("timeout", TYPE_FP32),
+            _optional("priority", TYPE_INT32),
+            _optional("idle_timeout", TYPE_FP32),
+        ]
+    )
+    counters = ("max_length", "length", "reserved_tokens", "free_tokens", "total_tokens", "open_sessions", "waiting")
+    model.output.append(ModelOutput(name="session_id", data_type=TYPE_STRING, dims=[1]))
+    model.output.extend(ModelOutput(name=name, data_type=TYPE_INT64, dims=[1]) for name in counters)
+    return model
+
+
+def _generate(plan: RepositoryPlan) -> ModelConfig:
+    model = _backend_model(plan, "generate", "corolla_generate", max_batch_size=1)
+    model.parameters["blocks"].CopyFrom(_parameter(f"{plan.hosted.start}:{plan.hosted.stop}"))
+    model.model_transaction_policy.decoupled = True
+    model.input.append(ModelInput(name="text_input", data_type=TYPE_STRING, dims=[1]))
+    model.input.extend(_optional(name, data_type, dims) for name, data_type, dims in _GENERATE_OPTIONS)
+    model.output.extend(
+        [
+            ModelOutput(name="text_output", data_type=TYPE_STRING, dims=[1]),
+            ModelOutput(name="finish_reason", data_type=TYPE_STRING, dims=[1]),
+            ModelOutput(name="num_input_tokens", data_type=TYPE_INT32, dims=[1]),
+            ModelOutput(name="num_output_tokens", data_type=TYPE_INT32, dims=[1]),
+        ]
+    )
+    return model
+
+
+_GENERATE_OPTIONS = (
+    ("sampling_parameters", TYPE_STRING, 1),
+    ("stream", TYPE_BOOL, 1),
+    ("exclude_input_in_output", TYPE_BOOL, 1),
+    ("max_tokens", TYPE_INT32, 1),
+    ("min_length", TYPE_INT32, 1),
+    ("temperature", TYPE_FP32, 1),
+    ("top_k", TYPE_INT32, 1),
+    ("top_p", TYPE_FP32, 1),
+    ("min_p", TYPE_FP32, 1),
+    ("repetition_penalty", TYPE_FP32, 1),
+    ("presence_penalty", TYPE_FP32, 1),
+    ("frequency_penalty", TYPE_FP32, 1),
+    ("length_penalty", TYPE_FP32, 1),
+    ("beam_width", TYPE_INT32, 1),
+    ("random_seed", TYPE_UINT64, 1),
+    ("seed", TYPE_UINT64, 1),
+    ("stop_words", TYPE_STRING, -1),
+    ("bad_words", TYPE_STRING, -1),
+    ("return_num_input_tokens", TYPE_BOOL, 1),
+    ("return_num_output_tokens", TYPE_BOOL, 1),
+)
+
+
+def _backend_model(plan: RepositoryPlan, name: str, backend: str, max_batch_size: int) -> ModelConfig:
+    model = ModelConfig(name=name, backend=backend, max_batch_size=max_batch_size)
+    model.instance_group.append(ModelInstanceGroup(count=1, kind=ModelInstanceGroup.KIND_CPU))
+    settings = {
+        "checkpoint": plan.checkpoint.as_posix(),
+        "dtype": plan.dtype.name,
+        "threads": str(plan.threads),
+        "attn_cache_tokens": str(plan.cache_tokens),
+        "page_size": str(plan.page_size),
+        "max_short_tokens": str(plan.max_short_tokens),
+    }
+    for key, value in settings.items():
+        model.parameters[key].CopyFrom(_parameter(value))
+    return model
+
+
+def _range_steps(
+    plan: RepositoryPlan, first: str, last: str, *, with_session: bool
+) -> Iterable[ModelEnsembling.Step]:
+    session = {"session_id": "session_id", "start_position": "start_position"} if with_session else {}
+    names = [first, *(f"hidden_states_{blocks.stop:02d}" for blocks in plan.ranges[:-1]), last]
+    for blocks, source, target in zip(plan.ranges, names[:-1], names[1:], strict=True):
+        yield _step(blocks_name(blocks), {"hidden_states": source, **session}, {"output_hidden_states": target})
+
+
+def _step(model: str, inputs: dict[str, str], outputs: dict[str, str]) -> ModelEnsembling.Step:
+    return ModelEnsembling.Step(model_name=model, model_version=-1, input_map=inputs, output_map=outputs)
+
+
+def _session_inputs() -> list[ModelInput]:
+    return [_optional("session_id", TYPE_STRING), _optional("start_position", TYPE_INT32)]
+
+
+def _optional(name: str, data_type: int, dims: int = 1) -> ModelInput:
+    return ModelInput(name=name, data_type=data_type, dims=[dims], optional=True)
+
+
+def _hidden_input(plan: RepositoryPlan) -> ModelInput:
+    return ModelInput(name="hidden_states", data_type=_hidden_type(plan), dims=[-1, plan.config.hidden_size])
+
+
+def _hidden_output(plan: RepositoryPlan, name: str) -> ModelOutput:
+    return ModelOutput(name=name, data_type=_hidden_type(plan), dims=[-1, plan.config.hidden_size])
+
+
+def _hidden_type(plan: RepositoryPlan) -> int:
+    value: int = model_config_pb2.DataType.Value(plan.dtype.config_name)
+    return value
+
+
+def _logits(plan: RepositoryPlan) -> ModelOutput:
+    return ModelOutput(name="logits", data_type=TYPE_FP32, dims=[-1, plan.config.vocab_size])
+
+
+def _parameter(value: str) -> ModelParameter:
+    return ModelParameter(string_value=value)

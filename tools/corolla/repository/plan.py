@@ -1,0 +1,66 @@
+"""What a model repository is to contain, checked before anything is written."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from transformers import PretrainedConfig
+
+from corolla.dtypes import DType
+from corolla.errors import InvalidValueError
+from corolla.kv.layout import DEFAULT_PAGE_SIZE, default_attn_cache_tokens
+from corolla.model.family import family_of
+
+DEFAULT_MAX_SHORT_TOKENS = 128
+DEFAULT_MAX_BATCH_SIZE = 8
+
+
+@dataclass(frozen=True)
+class RepositoryPlan:
+    """One server's models for one checkpoint.
+
+    `checkpoint` is written as it is: absolute, or relative to the repository's folder. `threads` 0 means one
+    per core of the machine that serves.
+    """
+
+    checkpoint: Path
+    config: PretrainedConfig
+    dtype: DType
+    ranges: list[range]
+    max_batch_size: int = DEFAULT_MAX_BATCH_SIZE
+    threads: int = 0
+    attn_cache_tokens: int = 0
+    page_size: int = DEFAULT_PAGE_SIZE
+    max_short_tokens: int = field(default=DEFAULT_MAX_SHORT_TOKENS)
+
+    def __post_init__(self) -> None:
+        family_of(self.config)
+        blocks = [block for blocks in self.ranges for block in blocks]
+        if blocks != list(range(self.config.num_hidden_layers)):
+            written = ",".join(f"{r.start}:{r.stop}" for r in self.ranges)
+            raise InvalidValueError(
+                "ranges", written, f"ranges that follow each other from 0 to {self.config.num_hidden_layers}"
+            )
+        _check_between("max_batch_size", self.max_batch_size, 1, 1024)
+        _check_between("threads", self.threads, 0, 1024)
+        _check_between("attn_cache_tokens", self.cache_tokens, self.page_size, 2**31)
+
+    @property
+    def hosted(self) -> range:
+        """All blocks of the server."""
+        return range(self.ranges[0].start, self.ranges[-1].stop)
+
+    @property
+    def cache_tokens(self) -> int:
+        """Token positions of the KV cache."""
+        return self.attn_cache_tokens or default_attn_cache_tokens(self.config)
+
+
+def split_evenly(blocks: int, range_size: int) -> list[range]:
+    """Ranges of `range_size` blocks, the last one maybe shorter."""
+    _check_between("range_size", range_size, 1, blocks)
+    return [range(start, min(start + range_size, blocks)) for start in range(0, blocks, range_size)]
+
+
+def _check_between(name: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        raise InvalidValueError(name, value, f"{low} to {high}")

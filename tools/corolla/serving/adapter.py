@@ -1,0 +1,99 @@
+"""The one module that knows Triton's Python backend: requests to tensors, results and errors to responses."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import triton_python_backend_utils as pb_utils
+
+from corolla.errors import CorollaError, InvalidValueError, NotFoundError, OverloadedError
+
+_ERROR_CODES = (
+    (InvalidValueError, pb_utils.TritonError.INVALID_ARG),
+    (NotFoundError, pb_utils.TritonError.NOT_FOUND),
+    (OverloadedError, pb_utils.TritonError.UNAVAILABLE),
+)
+
+FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+
+
+def tensor(request: Any, name: str) -> torch.Tensor | None:
+    """An input as a torch tensor on the same memory, valid while the request is; None if absent."""
+    found = pb_utils.get_input_tensor_by_name(request, name)
+    return None if found is None else torch.from_dlpack(found.to_dlpack())
+
+
+def integers(request: Any, name: str) -> list[int] | None:
+    """A small integer input, flattened; None if absent."""
+    found = pb_utils.get_input_tensor_by_name(request, name)
+    return None if found is None else found.as_numpy().ravel().tolist()
+
+
+def strings(request: Any, name: str) -> list[str] | None:
+    """A BYTES input, flattened; None if absent. InvalidValueError for bytes that are no UTF-8."""
+    found = pb_utils.get_input_tensor_by_name(request, name)
+    if found is None:
+        return None
+    try:
+        return [value if isinstance(value, str) else value.decode() for value in found.as_numpy().ravel()]
+    except UnicodeDecodeError as error:
+        raise InvalidValueError(name, error.object, "text in UTF-8") from error
+
+
+def scalar(request: Any, name: str) -> Any | None:
+    """The single value of an input as bool, int, float or str; None if absent.
+
+    InvalidValueError for any other number of values, and for bytes that are no UTF-8.
+    """
+    found = pb_utils.get_input_tensor_by_name(request, name)
+    if found is None:
+        return None
+    values = found.as_numpy().ravel()
+    if values.size != 1:
+        raise InvalidValueError(name, f"{values.size} values", "exactly one")
+    if values.dtype == object:
+        return (strings(request, name) or [""])[0]
+    return values[0].item()
+
+
+def response(**outputs: Any) -> Any:
+    """A response of torch tensors and numpy arrays by output name."""
+    return pb_utils.InferenceResponse([_output(name, value) for name, value in outputs.items()])
+
+
+def error_response(error: Exception) -> Any:
+    """A response that carries an error; what is no CorollaError is named by its type as well."""
+    message = str(error) if isinstance(error, CorollaError) else f"internal error: {type(error).__name__}: {error}"
+    code = next((code for kind, code in _ERROR_CODES if isinstance(error, kind)), pb_utils.TritonError.INTERNAL)
+    return pb_utils.InferenceResponse([], pb_utils.TritonError(message, code))
+
+
+def answered(make: Callable[[], Any]) -> Any:
+    """The response that `make` returns, or one with the error it raises."""
+    try:
+        return make()
+    except Exception as error:
+        return error_response(error)
+
+
+def _output(name: str, value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return pb_utils.Tensor.from_dlpack(name, value.contiguous())
+    return pb_utils.Tensor(name, value)
+
+
+def call_blocks(model: str, hidden_states: torch.Tensor, session_id: str, start_position: int) -> None:
+    """Steps one session through another model of this server; CorollaError with its message when that fails."""
+    request = pb_utils.InferenceRequest(
+        model_name=model,
+        requested_output_names=["output_hidden_states"],
+        inputs=[
+            _output("hidden_states", hidden_states),
+            _output("session_id", np.array([[session_id.encode()]], dtype=object)),
+            _output("start_position", np.array([[start_position]], np.int32)),
+        ],
+    )
+    answer = request.exec()
+    if answer.has_error():
+        raise CorollaError(answer.error().message())

@@ -1,0 +1,105 @@
+"""Responses are sent from threads of their own, so that the generate loop never waits for a client."""
+
+import logging
+from itertools import cycle
+from queue import SimpleQueue
+from threading import Lock, Thread
+from typing import Any
+
+import numpy as np
+
+from corolla.generate.sequence import Finished
+from corolla.serving.adapter import FINAL, error_response, response
+
+logger = logging.getLogger(__name__)
+
+SENDER_THREADS = 4
+
+
+class SenderThreads:
+    """A few threads; each stream belongs to one of them, as a response sender wants it."""
+
+    def __init__(self) -> None:
+        self._queues: list[SimpleQueue[ResponseStream]] = [SimpleQueue() for _ in range(SENDER_THREADS)]
+        self._next = cycle(self._queues)
+        for queue in self._queues:
+            Thread(target=self._run, args=(queue,), name="sender", daemon=True).start()
+
+    def stream(self, sender: Any, *, streaming: bool) -> "ResponseStream":
+        """The output of one request."""
+        return ResponseStream(sender, next(self._next), streaming=streaming)
+
+    @staticmethod
+    def _run(queue: SimpleQueue["ResponseStream"]) -> None:
+        while True:
+            queue.get().flush()
+
+
+class ResponseStream:
+    """One generation's responses: pieces that pile up while a response is sent go out together in the next.
+
+    Without `streaming`, everything goes out in one response at the end.
+    """
+
+    def __init__(self, sender: Any, queue: SimpleQueue["ResponseStream"], *, streaming: bool) -> None:
+        self._sender = sender
+        self._queue = queue
+        self._streaming = streaming
+        self._lock = Lock()
+        self._text = ""
+        self._finished: Finished | None = None
+        self._error: Exception | None = None
+        self._scheduled = False
+        self.cancelled = False
+
+    def send(self, text: str, finished: Finished | None) -> None:
+        """See corolla.generate.sequence.Output."""
+        with self._lock:
+            self._text += text
+            self._finished = finished
+            self._schedule()
+
+    def fail(self, error: Exception) -> None:
+        """See corolla.generate.sequence.Output."""
+        with self._lock:
+            self._error = error
+            self._schedule()
+
+    def flush(self) -> None:
+        """Sends what has piled up; notices that the client is gone. Called by the stream's thread alone."""
+        with self._lock:
+            self._scheduled = False
+            ended = self._finished is not None or self._error is not None
+            text, finished, error = self._text, self._finished, self._error
+            if self._streaming or ended:
+                self._text = ""
+        try:
+            if error is not None:
+                self._sender.send(error_response(error), flags=FINAL)
+            elif finished is not None:
+                self._sender.send(_last(text, finished), flags=FINAL)
+            elif self._sender.is_cancelled():
+                self.cancelled = True
+            elif self._streaming and text:
+                self._sender.send(response(text_output=_bytes(text)))
+        except Exception:
+            logger.exception("a response could not be sent")
+            self.cancelled = True
+
+    def _schedule(self) -> None:
+        if not self._scheduled:
+            self._scheduled = True
+            self._queue.put(self)
+
+
+def _last(text: str, finished: Finished) -> Any:
+    return response(
+        text_output=_bytes(text),
+        finish_reason=_bytes(finished.reason),
+        num_input_tokens=np.array([[finished.num_input_tokens]], np.int32),
+        num_output_tokens=np.array([[finished.num_output_tokens]], np.int32),
+    )
+
+
+def _bytes(text: str) -> np.ndarray:
+    return np.array([[text.encode()]], dtype=object)
