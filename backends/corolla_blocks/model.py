@@ -26,6 +26,7 @@ def _read(request):
         hidden_states=tensor(request, "hidden_states"),
         session_ids=strings(request, "session_id"),
         starts=integers(request, "start_position"),
+        hypo_ids=integers(request, "hypo_ids"),
     )
 
 

@@ -5,7 +5,7 @@ from functools import partial
 from corolla.generate.engine import GenerateEngine
 from corolla.generate.request import parse_request
 from corolla.model.ends import Embedding, Head
-from corolla.serving.adapter import FINAL, call_blocks, error_response, scalar, strings
+from corolla.serving.adapter import FINAL, error_response, scalar, step_blocks, strings
 from corolla.serving.hosting import Host
 from corolla.serving.parameters import ServedModel
 from corolla.serving.senders import SenderThreads
@@ -27,7 +27,8 @@ class TritonPythonModel:
             head=Head(host.parts),
             blocks=host.blocks(table),
             table=table,
-            run_ranges=partial(call_blocks, "ranges"),
+            log=host.token_log(),
+            run_ranges=partial(step_blocks, "ranges"),
             max_short_tokens=model.max_short_tokens,
         )
 

@@ -100,7 +100,9 @@ def _read(corpus: Sequence[Path]) -> list[str]:
         try:
             texts.append(path.read_bytes().decode())
         except UnicodeDecodeError as error:
-            raise CheckpointError(f"{path} is not UTF-8 text ({error}); the demo checkpoint learns from text files") from error
+            raise CheckpointError(
+                f"{path} is not UTF-8 text ({error}); the demo checkpoint learns from text files"
+            ) from error
     if not any(texts):
         raise CheckpointError("no text to train the demo checkpoint on; name one or more files that are not empty")
     return texts
@@ -133,7 +135,11 @@ def _replace_checkpoint(texts: Sequence[str], out: Path, recipe: DemoRecipe, pro
     weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
     model.save_pretrained(partial, max_shard_size=ceil(weight_bytes * 0.6))
     PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT, model_max_length=recipe.max_positions
+        tokenizer_object=tokenizer,
+        bos_token=END_OF_TEXT,
+        eos_token=END_OF_TEXT,
+        pad_token=END_OF_TEXT,
+        model_max_length=recipe.max_positions,
     ).save_pretrained(partial)
     (partial / FINGERPRINT_FILE).write_text(_fingerprint(texts, recipe) + "\n")
     if out.exists():
@@ -159,9 +165,7 @@ def _train_tokenizer(texts: Sequence[str], vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-def _train_model(
-    texts: Sequence[str], tokenizer: Tokenizer, recipe: DemoRecipe, progress: bool
-) -> LlamaForCausalLM:
+def _train_model(texts: Sequence[str], tokenizer: Tokenizer, recipe: DemoRecipe, progress: bool) -> LlamaForCausalLM:
     generator = torch.Generator().manual_seed(recipe.seed)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)

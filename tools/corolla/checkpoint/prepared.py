@@ -61,9 +61,7 @@ class PreparedParts:
         with FileLock(file.with_suffix(".lock")):
             if file.exists():
                 return
-            tensors = {
-                name: tensor.to(self.dtype).contiguous() for name, tensor in self._read(part).items()
-            }
+            tensors = {name: tensor.to(self.dtype).contiguous() for name, tensor in self._read(part).items()}
             handle, temporary = tempfile.mkstemp(dir=file.parent, suffix=".part")
             os.close(handle)
             try:

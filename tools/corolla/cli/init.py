@@ -24,18 +24,44 @@ from corolla.serving.parameters import parse_blocks
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder of the repository.")
 @click.option("--range-size", type=int, help="Blocks per range. [default: half of the model]")
 @click.option("--ranges", help="The ranges themselves, such as 0:4,4:8.")
-@click.option("--dtype", type=click.Choice(["auto", *DTYPES]), default="auto", show_default=True,
-              help="auto: the checkpoint's own, but bfloat16 for float32.")
-@click.option("--max-batch-size", type=int, default=DEFAULT_MAX_BATCH_SIZE, show_default=True,
-              help="Rows per batch of every model.")
-@click.option("--threads", type=int, default=0, show_default=True,
-              help="CPU threads per process; 0: one per core of the serving machine.")
-@click.option("--attn-cache-tokens", type=int, default=0,
-              help="Token positions of the KV cache. [default: 16384 with grouped or multi-query attention, else 4096]")
+@click.option(
+    "--dtype",
+    type=click.Choice(["auto", *DTYPES]),
+    default="auto",
+    show_default=True,
+    help="auto: the checkpoint's own, but bfloat16 for float32.",
+)
+@click.option(
+    "--max-batch-size",
+    type=int,
+    default=DEFAULT_MAX_BATCH_SIZE,
+    show_default=True,
+    help="Rows per batch of every model.",
+)
+@click.option(
+    "--threads",
+    type=int,
+    default=0,
+    show_default=True,
+    help="CPU threads per process; 0: one per core of the serving machine.",
+)
+@click.option(
+    "--attn-cache-tokens",
+    type=int,
+    default=0,
+    help="Token positions of the KV cache. [default: 16384 with grouped or multi-query attention, else 4096]",
+)
 @click.option("--relative", is_flag=True, help="Write the checkpoint's path relative to the repository.")
 def command(
-    checkpoint: Path, out: Path, range_size: int | None, ranges: str | None, dtype: str, max_batch_size: int,
-    threads: int, attn_cache_tokens: int, relative: bool,
+    checkpoint: Path,
+    out: Path,
+    range_size: int | None,
+    ranges: str | None,
+    dtype: str,
+    max_batch_size: int,
+    threads: int,
+    attn_cache_tokens: int,
+    relative: bool,
 ) -> None:
     """Write a model repository that serves the local Hugging Face CHECKPOINT folder.
 

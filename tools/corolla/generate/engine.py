@@ -1,8 +1,11 @@
 """From a request to a running generation: tokens, checks, a session, prefill, then the loop."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from threading import Lock
 
 import torch
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
@@ -10,12 +13,14 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 from corolla.checkpoint.folder import CheckpointFolder
 from corolla.errors import CheckpointError, InvalidValueError
 from corolla.generate.loop import GenerateLoop
+from corolla.generate.replay import replay
 from corolla.generate.request import DEFAULT_MAX_TOKENS, GenerationRequest
 from corolla.generate.sampling import TokenChooser
 from corolla.generate.sequence import Output, Sequence
 from corolla.generate.text import TextStream
-from corolla.kv.session import OpenRequest
+from corolla.kv.session import OpenRequest, Session
 from corolla.kv.table import SessionTable, UnknownSessionError
+from corolla.kv.token_log import TokenLog
 from corolla.model.ends import Embedding, Head
 from corolla.serving.blocks import BlocksRequest, BlocksService
 
@@ -23,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 OPEN_TIMEOUT = 30.0
 """Seconds a generation waits for room in the cache before it is refused."""
+KEEP_BROKEN_OFF = 60.0
+"""Seconds for which the session of a generation that was broken off is kept."""
 PREFILL_CHUNK = 512
 """Positions of a long prompt that one call of the ranges computes."""
 MAX_ADMISSIONS = 64
@@ -42,6 +49,7 @@ class GenerateEngine:
         head: Head,
         blocks: BlocksService,
         table: SessionTable,
+        log: TokenLog,
         run_ranges: RunRanges,
         max_short_tokens: int,
     ) -> None:
@@ -52,62 +60,98 @@ class GenerateEngine:
         self._head = head
         self._blocks = blocks
         self._table = table
+        self._log = log
+        self._running: set[str] = set()
+        self._guard = Lock()
         self._run_ranges = run_ranges
         self._max_short_tokens = max_short_tokens
         self._admissions = ThreadPoolExecutor(MAX_ADMISSIONS, thread_name_prefix="admission")
         self._loop = GenerateLoop(self._step, self._release, max_batch_size=max_short_tokens)
 
     def start(self, request: GenerationRequest, output: Output) -> None:
-        """Checks a request and starts it; its text goes to `output`. Raises InvalidValueError."""
-        prompt_ids = self._tokenizer(request.text_input).input_ids
-        sequence = Sequence(
-            request=request,
-            prompt_ids=prompt_ids,
-            max_tokens=self._max_tokens(request, len(prompt_ids)),
-            chooser=TokenChooser(request, self._defaults, self._tokenizer, prompt_ids),
-            text=TextStream(self._tokenizer, prompt_ids, request.stop_words),
-            output=output,
-        )
-        self._admissions.submit(self._admit, sequence)
+        """Checks a request and starts it; its text goes to `output`.
+
+        Raises InvalidValueError, and NotFoundError for a session that does not exist any more.
+        """
+        if request.session_id is None:
+            prompt_ids = self._tokenizer(request.text_input).input_ids
+            room = self._context_length - len(prompt_ids)
+            self._admissions.submit(self._admit, self._sequence(request, output, prompt_ids, room))
+        else:
+            self._admissions.submit(self._resume, *self._find_broken_off(request, output, request.session_id))
 
     def stop(self) -> None:
         """Ends all generations with an error."""
         self._admissions.shutdown(wait=False, cancel_futures=True)
         self._loop.stop()
 
-    def _max_tokens(self, request: GenerationRequest, prompt_length: int) -> int:
-        room = self._context_length - prompt_length
-        if room < 1:
-            raise InvalidValueError(
-                "text_input", f"a prompt of {prompt_length} tokens", f"1 to {self._context_length - 1} tokens"
-            )
-        if request.max_tokens is None:
-            return min(DEFAULT_MAX_TOKENS, room)
-        if request.max_tokens > room:
-            raise InvalidValueError(
-                "max_tokens",
-                request.max_tokens,
-                f"1 to {room} (context of {self._context_length} less the prompt's {prompt_length} tokens)",
-            )
-        return request.max_tokens
+    def _sequence(self, request: GenerationRequest, output: Output, prompt_ids: list[int], room: int) -> Sequence:
+        return Sequence(
+            request=request,
+            prompt_ids=prompt_ids,
+            max_tokens=_max_tokens(request, len(prompt_ids), room),
+            chooser=TokenChooser(request, self._defaults, self._tokenizer, prompt_ids),
+            text=TextStream(self._tokenizer, prompt_ids, request.stop_words),
+            output=output,
+        )
 
     def _admit(self, sequence: Sequence) -> None:
-        try:
+        with self._failing(sequence):
             max_length = len(sequence.prompt_ids) + sequence.max_tokens
-            sequence.session_id = self._table.open(OpenRequest(max_length, timeout=OPEN_TIMEOUT)).id
-            if len(sequence.prompt_ids) > self._max_short_tokens:
-                self._prefill(sequence)
+            session = self._table.open(OpenRequest(max_length, OPEN_TIMEOUT, idle_timeout=KEEP_BROKEN_OFF))
+            self._log.begin(session, sequence.prompt_ids)
+            self._attach(sequence, session)
+            self._prefill(sequence)
+            self._loop.join(sequence)
+
+    def _find_broken_off(
+        self, request: GenerationRequest, output: Output, session_id: str
+    ) -> tuple[Sequence, Session, list[int]]:
+        session = self._table.find(session_id)
+        token_ids, prompt_length = self._log.read(session)
+        if not prompt_length:
+            raise InvalidValueError("session_id", session_id, "a session that `generate` opened")
+        room = session.max_length - prompt_length
+        return self._sequence(request, output, token_ids[:prompt_length], room), session, token_ids[prompt_length:]
+
+    def _resume(self, sequence: Sequence, session: Session, new_token_ids: list[int]) -> None:
+        with self._failing(sequence):
+            text, finished = replay(sequence, new_token_ids, self._tokenizer, self._head.vocabulary)
+            self._attach(sequence, session)
+            sequence.cached = min(self._blocks.steps.length(session.id), len(sequence.token_ids) - 1)
+            sequence.output.send(text, finished)
+            if finished is not None:
+                self._release(sequence)
+                return
+            self._prefill(sequence)
+            self._loop.join(sequence)
+
+    def _attach(self, sequence: Sequence, session: Session) -> None:
+        with self._guard:
+            if session.id in self._running:
+                raise InvalidValueError("session_id", session.id, "a generation that was broken off, not a running one")
+            self._running.add(session.id)
+        sequence.session_id = session.id
+        sequence.log = partial(self._log.append, session)
+        sequence.resources.enter_context(self._blocks.steps.held(session.id))
+        sequence.output.begin(session.id)
+
+    @contextmanager
+    def _failing(self, sequence: Sequence) -> Iterator[None]:
+        """An error ends the sequence and reaches its client."""
+        try:
+            yield
         except Exception as error:
             sequence.output.fail(error)
             self._release(sequence)
-        else:
-            self._loop.join(sequence)
 
     def _prefill(self, sequence: Sequence) -> None:
-        """All of the prompt but its last token, through the ranges, so that the loop goes on meanwhile."""
-        end = len(sequence.prompt_ids) - 1
+        """All of a long prompt but its last token, through the ranges, so that the loop goes on meanwhile."""
+        end = len(sequence.token_ids) - 1
+        if end - sequence.cached < self._max_short_tokens:
+            return
         while sequence.cached < end and not sequence.output.cancelled:
-            chunk = sequence.prompt_ids[sequence.cached : min(sequence.cached + PREFILL_CHUNK, end)]
+            chunk = sequence.token_ids[sequence.cached : min(sequence.cached + PREFILL_CHUNK, end)]
             self._run_ranges(self._embedding(torch.tensor([chunk])), sequence.session_id, sequence.cached)
             sequence.cached += len(chunk)
 
@@ -124,12 +168,28 @@ class GenerateEngine:
         return [next(logits) if isinstance(result, torch.Tensor) else result for result in results]
 
     def _release(self, sequence: Sequence) -> None:
+        sequence.resources.close()
         if not sequence.session_id:
             return
+        self._running.discard(sequence.session_id)
         try:
             self._table.close(sequence.session_id)
         except UnknownSessionError:
-            logger.info("session of a generation was closed by somebody else")
+            logger.info("the session of a generation was closed by somebody else")
+
+
+def _max_tokens(request: GenerationRequest, prompt_length: int, room: int) -> int:
+    if room < 1:
+        raise InvalidValueError(
+            "text_input", f"a prompt of {prompt_length} tokens", f"1 to {prompt_length + room - 1} tokens"
+        )
+    if request.max_tokens is None:
+        return min(DEFAULT_MAX_TOKENS, room)
+    if request.max_tokens > room:
+        raise InvalidValueError(
+            "max_tokens", request.max_tokens, f"1 to {room}, the room after the prompt of {prompt_length} tokens"
+        )
+    return request.max_tokens
 
 
 def _load_tokenizer(checkpoint: CheckpointFolder) -> PreTrainedTokenizerBase:

@@ -17,11 +17,13 @@ class GenerationRequest:
     """One generation. None means the checkpoint's generation_config.json decides, or its default.
 
     `max_tokens` counts new tokens; None: 16, or what is left of the context. `temperature` 0 or `top_k` 1 mean
-    greedy. `stop_words` end the text and are not part of it; `bad_words` never occur in it. `echo` puts the
+    greedy. `session_id` names a generation that was broken off: the text after `text_input` is sent again and
+    goes on from there. `stop_words` end the text and are not part of it; `bad_words` never occur in it. `echo` puts the
     prompt in front of the first text. `random_seed` None: unpredictable.
     """
 
     text_input: str
+    session_id: str | None = None
     max_tokens: int | None = None
     min_tokens: int = 0
     temperature: float | None = None
@@ -58,6 +60,7 @@ def parse_request(inputs: Mapping[str, Any]) -> GenerationRequest:
     fields = {name: _FIELDS[name](name, value) for name, value in values.items()}
     return GenerationRequest(
         text_input=_text(inputs.get("text_input")),
+        session_id=inputs.get("session_id"),
         stream=stream,
         echo=not stream if exclude_input is None else not exclude_input,
         **fields,
@@ -76,9 +79,7 @@ def _sampling_parameters(text: str | None) -> dict[str, Any]:
     unknown = sorted(set(given) - set(_SAMPLING_PARAMETERS))
     if unknown:
         raise InvalidValueError("sampling_parameters", unknown[0], ", ".join(sorted(_SAMPLING_PARAMETERS)))
-    return {
-        _SAMPLING_PARAMETERS[name]: _plain(name, value) for name, value in given.items() if value is not None
-    }
+    return {_SAMPLING_PARAMETERS[name]: _plain(name, value) for name, value in given.items() if value is not None}
 
 
 def _plain(name: str, value: Any) -> Any:

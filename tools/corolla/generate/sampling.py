@@ -48,6 +48,12 @@ class TokenChooser:
         seed = request.random_seed if request.random_seed is not None else secrets.randbits(63)
         self._generator.manual_seed(seed - 2**64 if seed >= 2**63 else seed)
 
+    def skip(self, tokens: int, vocabulary: int) -> None:
+        """Goes on as if `tokens` had been chosen already: draws as many random numbers as they did."""
+        if self._sample:
+            for _ in range(tokens):
+                torch.multinomial(torch.ones(1, vocabulary), 1, generator=self._generator)
+
     def choose(self, token_ids: Sequence[int], logits: torch.Tensor) -> int:
         """The token after `token_ids` (prompt and new tokens so far), from its logits [V] float32."""
         scores = logits[None]

@@ -1,6 +1,7 @@
 """One running generation."""
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -27,6 +28,9 @@ class Output(Protocol):
     def cancelled(self) -> bool:
         """Whether nobody waits for the text any more."""
 
+    def begin(self, session_id: str) -> None:
+        """Tells the session by which a broken off generation can be gone on with."""
+
     def send(self, text: str, finished: Finished | None) -> None:
         """More text, and with the last of it how it ended."""
 
@@ -34,9 +38,17 @@ class Output(Protocol):
         """Ends the output with an error."""
 
 
+def _keep_no_log(position: int, token_id: int) -> None:
+    """For generations that nobody has to go on with."""
+
+
 @dataclass
 class Sequence:
-    """A generation in progress: `token_ids` are prompt and new tokens, the first `cached` of them in the cache."""
+    """A generation in progress: `token_ids` are prompt and new tokens, the first `cached` of them in the cache.
+
+    `log` is told every new token and its position before the text is sent. `resources` are freed by whoever
+    lets the sequence go.
+    """
 
     request: GenerationRequest
     prompt_ids: list[int]
@@ -46,6 +58,8 @@ class Sequence:
     output: Output
     session_id: str = ""
     cached: int = 0
+    log: Callable[[int, int], None] = _keep_no_log
+    resources: ExitStack = field(default_factory=ExitStack)
     token_ids: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -65,16 +79,22 @@ class Sequence:
         """Chooses the next token from logits [V], sends its text; returns how it ended, if it did."""
         self.cached = len(self.token_ids)
         token = self.chooser.choose(self.token_ids, logits)
+        self.log(self.cached, token)
+        text, finished = self.append(token)
+        if self.request.echo and self.new_tokens == 1:
+            text = self.request.text_input + text
+        self.output.send(text, finished)
+        return finished
+
+    def append(self, token: int) -> tuple[str, Finished | None]:
+        """Takes a token; returns the text that can be sent now, and how the generation ended if it did."""
         self.token_ids.append(token)
         ended = token in self.chooser.end_tokens
         text = "" if ended else self.text.push(token)
         finished = self._finished(ended)
         if finished is not None:
             text += self.text.flush()
-        if self.request.echo and self.new_tokens == 1:
-            text = self.request.text_input + text
-        self.output.send(text, finished)
-        return finished
+        return text, finished
 
     def _finished(self, ended: bool) -> Finished | None:
         if ended or self.text.stopped:

@@ -35,8 +35,6 @@ class KVArena:
 
     def _map(self, file: Path) -> BlockCache:
         layout = self.layout
-        flat = torch.from_file(
-            str(file), shared=True, size=layout.elements_per_block, dtype=layout.torch_dtype
-        )
+        flat = torch.from_file(str(file), shared=True, size=layout.elements_per_block, dtype=layout.torch_dtype)
         keys, values = flat.view(2, layout.slots, layout.kv_heads, layout.head_dim)
         return BlockCache(keys, values)

@@ -3,7 +3,7 @@
 import fcntl
 import os
 import struct
-from collections import Counter
+from collections import defaultdict
 from pathlib import Path
 from threading import Lock
 
@@ -19,7 +19,7 @@ class RecordPins:
 
     def __init__(self, file: Path) -> None:
         self._descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        self._holders: Counter[int] = Counter()
+        self._holders: defaultdict[int, int] = defaultdict(int)
         self._guard = Lock()
 
     def acquire(self, record: int) -> None:

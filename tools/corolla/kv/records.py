@@ -19,14 +19,16 @@ class SessionRecords:
       never used twice, so a process that remembers one notices when the session has ended.
     - `used` [records] int64: nanoseconds on CLOCK_BOOTTIME at the last step.
     - `lengths` [records, blocks] int32: cached positions, per block.
+    - `marks` [records, blocks, 2] int64: who made the last step of a block (a number drawn by each process)
+      and the signature of its reordering, 0 for a step without one.
     """
 
     def __init__(self, directory: Path, layout: KVLayout) -> None:
-        self.epochs: NDArray[np.int64] = _map(directory / "epochs", (layout.pages,), np.dtype(np.int64))
-        self.used: NDArray[np.int64] = _map(directory / "used", (layout.pages,), np.dtype(np.int64))
-        self.lengths: NDArray[np.int32] = _map(
-            directory / "lengths", (layout.pages, layout.blocks), np.dtype(np.int32)
-        )
+        records, blocks = layout.pages, layout.blocks
+        self.epochs: NDArray[np.int64] = map_array(directory / "epochs", (records,), np.dtype(np.int64))
+        self.used: NDArray[np.int64] = map_array(directory / "used", (records,), np.dtype(np.int64))
+        self.lengths: NDArray[np.int32] = map_array(directory / "lengths", (records, blocks), np.dtype(np.int32))
+        self.marks: NDArray[np.int64] = map_array(directory / "marks", (records, blocks, 2), np.dtype(np.int64))
 
 
 def now_ns() -> int:
@@ -34,6 +36,7 @@ def now_ns() -> int:
     return time.clock_gettime_ns(time.CLOCK_BOOTTIME)
 
 
-def _map(file: Path, shape: tuple[int, ...], dtype: np.dtype) -> NDArray:
+def map_array(file: Path, shape: tuple[int, ...], dtype: np.dtype) -> NDArray:
+    """A shared array in `file`, created with zeros if it does not exist."""
     create_reserved(file, int(np.prod(shape)) * dtype.itemsize)
     return np.memmap(file, dtype=dtype, mode="r+", shape=shape).view(np.ndarray)

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-import torch
+import numpy as np
+from numpy.typing import NDArray
 
 DEFAULT_IDLE_TIMEOUT = 300.0
 
@@ -11,16 +12,16 @@ DEFAULT_IDLE_TIMEOUT = 300.0
 class Session:
     """One open session as a process sees it.
 
-    `record` is its row in the shared records, `epoch` the number that record must still show, `page_slots`
-    [pages] int64 the first slot of each of its pages, `max_length` the positions it may use.
+    `record` is its row in the shared records, `epoch` the number that record must still show, `max_length` the
+    positions it may use, `slots` [reserved positions] int64 where in the arena each of them lies; `contiguous`
+    tells that these are neighbours.
     """
 
     id: str
     record: int
     epoch: int
     max_length: int
-    page_slots: torch.Tensor
-    first_slot: int
+    slots: NDArray[np.int64]
     contiguous: bool
 
 

@@ -1,13 +1,14 @@
-"""From the rows of a step to the cache positions it reads and writes, with every check before any work."""
+"""From the rows of a step to the sessions they continue, with every check before any work."""
 
+import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-import torch
+import numpy as np
+from numpy.typing import NDArray
 
 from corolla.errors import InvalidValueError
-from corolla.kv.arena import KVArena
 from corolla.kv.records import now_ns
 from corolla.kv.session import Session
 from corolla.kv.table import SessionTable, UnknownSessionError
@@ -15,7 +16,7 @@ from corolla.kv.table import SessionTable, UnknownSessionError
 
 @dataclass(frozen=True)
 class Row:
-    """One row of a step: `new_tokens` positions of a session from `start_position` on."""
+    """One row of a step: new positions of a session from `start_position` on."""
 
     session_id: str
     start_position: int
@@ -30,11 +31,23 @@ class PositionError(InvalidValueError):
 
 @dataclass(frozen=True)
 class StepRows:
-    """Rows that passed every check, pinned while they run. All have the same number of new positions."""
+    """Rows that passed every check, pinned while they run.
+
+    `starts` [B] is where their `new_tokens` begin, `cached` [B] what was cached before the step. Row i continues
+    row `sources[i]` if sources are given; `signature` then tells this step from others.
+    """
 
     sessions: list[Session]
+    records: NDArray[np.int64]
     starts: list[int]
+    cached: list[int]
     new_tokens: int
+    sources: list[int] | None
+    signature: int
+
+    def part(self, offset: int, new_tokens: int) -> "StepRows":
+        """The rows restricted to some of their new positions."""
+        return replace(self, starts=[start + offset for start in self.starts], new_tokens=new_tokens)
 
 
 class SessionSteps:
@@ -46,39 +59,55 @@ class SessionSteps:
     def __init__(self, table: SessionTable, blocks: range) -> None:
         self._table = table
         self._records = table.records
-        self._blocks = slice(blocks.start, blocks.stop)
+        self._lengths = table.records.lengths[:, blocks.start : blocks.stop]
+        self._marks = table.records.marks[:, blocks.start : blocks.stop]
         self._known: dict[str, Session] = {}
+        self.process_number = secrets.randbits(62)
 
     @contextmanager
-    def running(self, rows: Sequence[Row], new_tokens: int) -> Iterator[StepRows]:
+    def running(self, rows: Sequence[Row], new_tokens: int, sources: list[int] | None = None) -> Iterator[StepRows]:
         """Checks the rows, pins their sessions for the length of the block and records the new lengths at its end.
 
         A start before the cached length rolls the session back to it. No session may occur twice. Raises
-        UnknownSessionError, or PositionError for a negative start, a gap or a step past max_length; nothing has
-        changed then.
+        UnknownSessionError, InvalidValueError for a source that is no row, or PositionError for a negative
+        start, a gap or a step past max_length; nothing has changed then.
         """
         pinned: list[Session] = []
         try:
             for row in rows:
-                session = self._pin(row.session_id)
-                pinned.append(session)
-                self._check_position(session, row.start_position, new_tokens)
-            starts = [row.start_position for row in rows]
-            yield StepRows(pinned, starts, new_tokens)
-            now = now_ns()
-            for session, start in zip(pinned, starts, strict=True):
-                self._records.lengths[session.record, self._blocks] = start + new_tokens
-                self._records.used[session.record] = now
+                pinned.append(self._pin(row.session_id))
+            checked = self._checked(pinned, [row.start_position for row in rows], new_tokens, sources)
+            if checked.starts != checked.cached:
+                self.truncate(checked, list(map(min, checked.starts, checked.cached)))
+            yield checked
+            ends = [start + new_tokens for start in checked.starts]
+            self._lengths[checked.records] = np.array(ends)[:, None]
+            self._marks[checked.records] = (self.process_number, checked.signature)
+            self._records.used[checked.records] = now_ns()
         finally:
             for session in pinned:
                 self._table.pins.release(session.record)
 
+    @contextmanager
+    def held(self, session_id: str) -> Iterator[Session]:
+        """Pins a session for many steps, which then cost no system calls."""
+        session = self._pin(session_id)
+        try:
+            yield session
+        finally:
+            self._table.pins.release(session.record)
+
     def length(self, session_id: str) -> int:
         """Positions cached in every block of this process; UnknownSessionError."""
-        return self._length(self._look_up(session_id))
+        return int(self._lengths[self._look_up(session_id).record].min())
 
-    def _length(self, session: Session) -> int:
-        return int(self._records.lengths[session.record, self._blocks].min())
+    def marks(self, rows: StepRows) -> NDArray[np.int64]:
+        """The marks [B, blocks, 2] of the last step of each row's session; see SessionRecords."""
+        return self._marks[rows.records]
+
+    def truncate(self, rows: StepRows, lengths: list[int]) -> None:
+        """Declares positions from `lengths` [B] on as lost, until a step records new lengths."""
+        self._lengths[rows.records] = np.array(lengths)[:, None]
 
     def _pin(self, session_id: str) -> Session:
         session = self._look_up(session_id)
@@ -96,74 +125,39 @@ class SessionSteps:
         self._known.pop(session_id, None)
         if len(self._known) > 2 * self._table.layout.pages:
             self._known = {
-                known: s for known, s in self._known.items() if self._records.epochs[s.record] == s.epoch
+                known: s for known, s in list(self._known.items()) if self._records.epochs[s.record] == s.epoch
             }
         session = self._table.find(session_id)
         self._known[session_id] = session
         return session
 
-    def _check_position(self, session: Session, start: int, new_tokens: int) -> None:
-        if start < 0:
-            raise PositionError(start, f"0 to {session.max_length}")
-        if start + new_tokens > session.max_length:
-            raise PositionError(
-                start,
-                f"at most max_length {session.max_length} less the {new_tokens} new tokens; open a longer session",
-            )
-        cached = self._length(session)
-        if start > cached:
-            raise PositionError(start, f"0 to {cached}, as {cached} positions are cached; repeat the inputs from there")
+    def _checked(
+        self, sessions: list[Session], starts: list[int], new_tokens: int, sources: list[int] | None
+    ) -> StepRows:
+        records = np.array([session.record for session in sessions])
+        cached: list[int] = self._lengths[records].min(axis=1).tolist()
+        signature = 0
+        available = cached
+        if sources is not None:
+            _check_sources(sources, len(sessions))
+            available = [cached[source] for source in sources]
+            signature = _signature(sources, sessions, starts, new_tokens)
+        for session, start, length in zip(sessions, starts, available, strict=True):
+            if not 0 <= start <= session.max_length - new_tokens:
+                allowed = f"0 to max_length {session.max_length} less the {new_tokens} new positions"
+                raise PositionError(start, f"{allowed}; open a longer session")
+            if start > length:
+                raise PositionError(start, f"0 to {length}, the positions cached; repeat the inputs from there")
+        return StepRows(sessions, records, starts, cached, new_tokens, sources, signature)
 
 
-class PagedCache:
-    """The cache argument of transformers' decoder layers for one step over the shared arena.
-
-    `update` stores the new keys and values of a block and returns all up to the step's end. Rows shorter than
-    the longest see their own last position repeated, which `attention_mask` hides: a row never reads a slot of
-    another session, not even one that is masked.
-    """
-
-    def __init__(self, arena: KVArena, rows: StepRows) -> None:
-        self._arena = arena
-        self._new_tokens = rows.new_tokens
-        page_size = arena.layout.page_size
-        starts = torch.tensor(rows.starts)
-        self.position_ids = starts[:, None] + torch.arange(rows.new_tokens)
-        ends = [start + rows.new_tokens for start in rows.starts]
-        self._length = max(ends)
-        session = rows.sessions[0]
-        self._run: slice | None = None
-        if len(rows.sessions) == 1 and session.contiguous:
-            self._run = slice(session.first_slot, session.first_slot + self._length)
-            self._write = session.first_slot + self.position_ids.flatten()
-        else:
-            table = torch.nn.utils.rnn.pad_sequence([s.page_slots for s in rows.sessions], batch_first=True)
-            self._write = _slots(table, self.position_ids, page_size).flatten()
-            last = torch.tensor(ends)[:, None] - 1
-            self._read = _slots(table, torch.arange(self._length).clamp(max=last), page_size).flatten()
-        self.attention_mask = self._mask(rows.starts)
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [B, kv_heads, T, head_dim] of block `layer_idx` in, [B, kv_heads, L, head_dim] out."""
-        cache = self._arena[layer_idx]
-        return self._store(cache.keys, key_states), self._store(cache.values, value_states)
-
-    def _store(self, slots: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-        batch, heads, new_tokens, head_dim = states.shape
-        slots.index_copy_(0, self._write, states.transpose(1, 2).reshape(batch * new_tokens, heads, head_dim))
-        if self._run is not None:
-            return slots[self._run].transpose(0, 1)[None]
-        return slots.index_select(0, self._read).view(batch, self._length, heads, head_dim).transpose(1, 2)
-
-    def _mask(self, starts: list[int]) -> torch.Tensor | None:
-        """Which of L positions each new one sees, [B, 1, T, L] bool; None where a plain causal mask will do."""
-        if min(starts) == max(starts) and (self._new_tokens == 1 or starts[0] == 0):
-            return None
-        return (torch.arange(self._length) <= self.position_ids[..., None])[:, None]
+def _check_sources(sources: list[int], rows: int) -> None:
+    for source in sources:
+        if not 0 <= source < rows:
+            raise InvalidValueError("hypo_ids", source, f"0 to {rows - 1}, rows of the same request")
 
 
-def _slots(page_slots: torch.Tensor, positions: torch.Tensor, page_size: int) -> torch.Tensor:
-    """The slots [B, N] of `positions` [B, N], with the rows' pages `page_slots` [B, P]."""
-    return page_slots.gather(1, positions // page_size) + positions % page_size
+def _signature(sources: list[int], sessions: list[Session], starts: list[int], new_tokens: int) -> int:
+    """The same number in every process for the same reordering step; never 0."""
+    epochs = tuple(session.epoch for session in sessions)
+    return hash((tuple(sources), epochs, tuple(starts), new_tokens)) or 1

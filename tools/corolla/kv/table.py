@@ -10,7 +10,7 @@ from pathlib import Path
 from threading import local
 
 import apsw
-import torch
+import numpy as np
 
 from corolla.errors import InvalidValueError, NotFoundError, OverloadedError
 from corolla.kv.layout import KVLayout
@@ -179,24 +179,22 @@ class SessionTable:
         ).fetchall()
         if not rows:
             return None
-        record, epoch, max_length, first_page = rows[0]
-        pages = [row[3] for row in rows]
+        record, epoch, max_length, _ = rows[0]
+        pages = np.array([row[3] for row in rows])
+        page_size = self.layout.page_size
         return Session(
             id=session_id,
             record=record,
             epoch=epoch,
             max_length=max_length,
-            page_slots=torch.tensor(pages) * self.layout.page_size,
-            first_slot=first_page * self.layout.page_size,
-            contiguous=pages == list(range(first_page, first_page + len(pages))),
+            slots=(pages[:, None] * page_size + np.arange(page_size)).ravel(),
+            contiguous=bool((np.diff(pages) == 1).all()),
         )
 
     def _last_look(self, session_id: str, request: OpenRequest) -> Session:
         with self._transaction() as connection:
             self._grant(connection)
-            gave_up = connection.execute(
-                "DELETE FROM waiting WHERE id = ? RETURNING ticket", (session_id,)
-            ).fetchall()
+            gave_up = connection.execute("DELETE FROM waiting WHERE id = ? RETURNING ticket", (session_id,)).fetchall()
         if not gave_up and (session := self._find(session_id)) is not None:
             return session
         status = self.status()

@@ -11,7 +11,7 @@ from corolla.model.loading import load_module
 
 
 class StepCache(Protocol):
-    """What a step needs of a KV cache; see corolla.kv.steps.PagedCache."""
+    """What a step needs of a KV cache; see corolla.kv.paged_cache.PagedCache."""
 
     position_ids: torch.Tensor
     attention_mask: torch.Tensor | None

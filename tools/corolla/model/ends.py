@@ -32,6 +32,7 @@ class Head:
         norm = family_of(parts.checkpoint.config).final_norm
         self._norm = load_module(lambda: norm(parts.checkpoint.config), _submodule(tensors, "norm."), HEAD)
         self._projection = _submodule(tensors, "projection.")["weight"]
+        self.vocabulary = self._projection.shape[0]
 
     @torch.inference_mode()
     def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:

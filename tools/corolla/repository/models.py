@@ -69,7 +69,8 @@ def _ranges(plan: RepositoryPlan) -> ModelConfig:
     model = ModelConfig(name="ranges", platform="ensemble", max_batch_size=plan.max_batch_size)
     model.input.extend([_hidden_input(plan), *_session_inputs()])
     model.output.append(_hidden_output(plan, "output_hidden_states"))
-    model.ensemble_scheduling.step.extend(_range_steps(plan, "hidden_states", "output_hidden_states", with_session=True))
+    steps = _range_steps(plan, "hidden_states", "output_hidden_states", with_session=True)
+    model.ensemble_scheduling.step.extend(steps)
     return model
 
 
@@ -114,6 +115,7 @@ def _generate(plan: RepositoryPlan) -> ModelConfig:
     model.output.extend(
         [
             ModelOutput(name="text_output", data_type=TYPE_STRING, dims=[1]),
+            ModelOutput(name="session_id", data_type=TYPE_STRING, dims=[1]),
             ModelOutput(name="finish_reason", data_type=TYPE_STRING, dims=[1]),
             ModelOutput(name="num_input_tokens", data_type=TYPE_INT32, dims=[1]),
             ModelOutput(name="num_output_tokens", data_type=TYPE_INT32, dims=[1]),
@@ -123,6 +125,7 @@ def _generate(plan: RepositoryPlan) -> ModelConfig:
 
 
 _GENERATE_OPTIONS = (
+    ("session_id", TYPE_STRING, 1),
     ("sampling_parameters", TYPE_STRING, 1),
     ("stream", TYPE_BOOL, 1),
     ("exclude_input_in_output", TYPE_BOOL, 1),
@@ -162,10 +165,8 @@ def _backend_model(plan: RepositoryPlan, name: str, backend: str, max_batch_size
     return model
 
 
-def _range_steps(
-    plan: RepositoryPlan, first: str, last: str, *, with_session: bool
-) -> Iterable[ModelEnsembling.Step]:
-    session = {"session_id": "session_id", "start_position": "start_position"} if with_session else {}
+def _range_steps(plan: RepositoryPlan, first: str, last: str, *, with_session: bool) -> Iterable[ModelEnsembling.Step]:
+    session = {name: name for name in ("session_id", "start_position", "hypo_ids")} if with_session else {}
     names = [first, *(f"hidden_states_{blocks.stop:02d}" for blocks in plan.ranges[:-1]), last]
     for blocks, source, target in zip(plan.ranges, names[:-1], names[1:], strict=True):
         yield _step(blocks_name(blocks), {"hidden_states": source, **session}, {"output_hidden_states": target})
@@ -176,7 +177,11 @@ def _step(model: str, inputs: dict[str, str], outputs: dict[str, str]) -> ModelE
 
 
 def _session_inputs() -> list[ModelInput]:
-    return [_optional("session_id", TYPE_STRING), _optional("start_position", TYPE_INT32)]
+    return [
+        _optional("session_id", TYPE_STRING),
+        _optional("start_position", TYPE_INT32),
+        _optional("hypo_ids", TYPE_INT32),
+    ]
 
 
 def _optional(name: str, data_type: int, dims: int = 1) -> ModelInput:

@@ -1,0 +1,1 @@
+"""Starts the stock tritonserver, watches it and its models' processes, and recovers what dies."""

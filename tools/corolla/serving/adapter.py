@@ -1,5 +1,6 @@
 """The one module that knows Triton's Python backend: requests to tensors, results and errors to responses."""
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -9,11 +10,8 @@ import triton_python_backend_utils as pb_utils
 
 from corolla.errors import CorollaError, InvalidValueError, NotFoundError, OverloadedError
 
-_ERROR_CODES = (
-    (InvalidValueError, pb_utils.TritonError.INVALID_ARG),
-    (NotFoundError, pb_utils.TritonError.NOT_FOUND),
-    (OverloadedError, pb_utils.TritonError.UNAVAILABLE),
-)
+REPLACEMENT_TIMEOUT = 30.0
+REPLACEMENT_POLL = 0.1
 
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 
@@ -65,8 +63,7 @@ def response(**outputs: Any) -> Any:
 def error_response(error: Exception) -> Any:
     """A response that carries an error; what is no CorollaError is named by its type as well."""
     message = str(error) if isinstance(error, CorollaError) else f"internal error: {type(error).__name__}: {error}"
-    code = next((code for kind, code in _ERROR_CODES if isinstance(error, kind)), pb_utils.TritonError.INTERNAL)
-    return pb_utils.InferenceResponse([], pb_utils.TritonError(message, code))
+    return pb_utils.InferenceResponse([], pb_utils.TritonError(message, _error_code(error)))
 
 
 def answered(make: Callable[[], Any]) -> Any:
@@ -77,14 +74,27 @@ def answered(make: Callable[[], Any]) -> Any:
         return error_response(error)
 
 
+def _error_code(error: Exception) -> Any:
+    codes = pb_utils.TritonError
+    if isinstance(error, InvalidValueError):
+        return codes.INVALID_ARG
+    if isinstance(error, NotFoundError):
+        return codes.NOT_FOUND
+    return codes.UNAVAILABLE if isinstance(error, OverloadedError) else codes.INTERNAL
+
+
 def _output(name: str, value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return pb_utils.Tensor.from_dlpack(name, value.contiguous())
     return pb_utils.Tensor(name, value)
 
 
-def call_blocks(model: str, hidden_states: torch.Tensor, session_id: str, start_position: int) -> None:
-    """Steps one session through another model of this server; CorollaError with its message when that fails."""
+def step_blocks(model: str, hidden_states: torch.Tensor, session_id: str, start_position: int) -> None:
+    """Steps one session through another model of this server, hidden states [1, T, H].
+
+    A step can be repeated without harm, so while the model's process is being replaced it is tried again for
+    REPLACEMENT_TIMEOUT seconds. Raises CorollaError with the model's message.
+    """
     request = pb_utils.InferenceRequest(
         model_name=model,
         requested_output_names=["output_hidden_states"],
@@ -94,6 +104,9 @@ def call_blocks(model: str, hidden_states: torch.Tensor, session_id: str, start_
             _output("start_position", np.array([[start_position]], np.int32)),
         ],
     )
-    answer = request.exec()
-    if answer.has_error():
-        raise CorollaError(answer.error().message())
+    deadline = time.monotonic() + REPLACEMENT_TIMEOUT
+    while (answer := request.exec()).has_error():
+        error = answer.error()
+        if error.code() == pb_utils.TritonError.INVALID_ARG or time.monotonic() > deadline:
+            raise CorollaError(error.message())
+        time.sleep(REPLACEMENT_POLL)

@@ -8,9 +8,11 @@ from corolla.checkpoint.folder import CheckpointFolder
 from corolla.checkpoint.prepared import PreparedParts, default_cache_folder
 from corolla.kv.arena import KVArena
 from corolla.kv.layout import KVLayout
+from corolla.kv.reorder import CacheReorderer
 from corolla.kv.run_directory import run_directory
 from corolla.kv.steps import SessionSteps
 from corolla.kv.table import SessionTable
+from corolla.kv.token_log import TokenLog
 from corolla.model.block_range import BlockRange
 from corolla.serving.blocks import BlocksService
 from corolla.serving.parameters import ServedModel
@@ -24,20 +26,20 @@ class Host:
         self.model = model
         self.checkpoint = CheckpointFolder(model.checkpoint)
         self.parts = PreparedParts(self.checkpoint, model.dtype.torch, default_cache_folder())
-        self._layout = KVLayout.of(
-            self.checkpoint.config, model.dtype.name, model.attn_cache_tokens, model.page_size
-        )
+        self._layout = KVLayout.of(self.checkpoint.config, model.dtype.name, model.attn_cache_tokens, model.page_size)
 
     def session_table(self) -> SessionTable:
         """The server's session table."""
         context_length = self.checkpoint.config.max_position_embeddings
         return SessionTable(run_directory(), self._layout, context_length)
 
+    def token_log(self) -> TokenLog:
+        """The server's log of generated tokens."""
+        return TokenLog(run_directory(), self._layout)
+
     def blocks(self, table: SessionTable) -> BlocksService:
         """The model's block range with its part of the KV arena."""
         hosted = self.model.blocks
-        return BlocksService(
-            blocks=BlockRange(self.parts, hosted),
-            arena=KVArena(run_directory(), self._layout, hosted),
-            steps=SessionSteps(table, hosted),
-        )
+        arena = KVArena(run_directory(), self._layout, hosted)
+        steps = SessionSteps(table, hosted)
+        return BlocksService(BlockRange(self.parts, hosted), arena, steps, CacheReorderer(steps, arena, hosted))

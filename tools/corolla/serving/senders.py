@@ -50,7 +50,12 @@ class ResponseStream:
         self._finished: Finished | None = None
         self._error: Exception | None = None
         self._scheduled = False
+        self._session_id = ""
         self.cancelled = False
+
+    def begin(self, session_id: str) -> None:
+        """See corolla.generate.sequence.Output."""
+        self._session_id = session_id
 
     def send(self, text: str, finished: Finished | None) -> None:
         """See corolla.generate.sequence.Output."""
@@ -77,14 +82,19 @@ class ResponseStream:
             if error is not None:
                 self._sender.send(error_response(error), flags=FINAL)
             elif finished is not None:
-                self._sender.send(_last(text, finished), flags=FINAL)
+                self._sender.send(response(**self._session(), **_last(text, finished)), flags=FINAL)
             elif self._sender.is_cancelled():
                 self.cancelled = True
             elif self._streaming and text:
-                self._sender.send(response(text_output=_bytes(text)))
+                self._sender.send(response(text_output=_bytes(text), **self._session()))
         except Exception:
             logger.exception("a response could not be sent")
             self.cancelled = True
+
+    def _session(self) -> dict[str, Any]:
+        """The session's id, once: with the first response."""
+        session_id, self._session_id = self._session_id, ""
+        return {"session_id": _bytes(session_id)} if session_id else {}
 
     def _schedule(self) -> None:
         if not self._scheduled:
@@ -92,13 +102,13 @@ class ResponseStream:
             self._queue.put(self)
 
 
-def _last(text: str, finished: Finished) -> Any:
-    return response(
-        text_output=_bytes(text),
-        finish_reason=_bytes(finished.reason),
-        num_input_tokens=np.array([[finished.num_input_tokens]], np.int32),
-        num_output_tokens=np.array([[finished.num_output_tokens]], np.int32),
-    )
+def _last(text: str, finished: Finished) -> dict[str, Any]:
+    return {
+        "text_output": _bytes(text),
+        "finish_reason": _bytes(finished.reason),
+        "num_input_tokens": np.array([[finished.num_input_tokens]], np.int32),
+        "num_output_tokens": np.array([[finished.num_output_tokens]], np.int32),
+    }
 
 
 def _bytes(text: str) -> np.ndarray:

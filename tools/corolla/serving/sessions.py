@@ -30,8 +30,7 @@ class SessionsService:
     def open(self, request: OpenRequest) -> SessionsReply:
         """Opens a session; blocks while it waits for room."""
         session = self.table.open(request)
-        reserved = len(session.page_slots) * self.table.layout.page_size
-        return self._reply(session.id, session.max_length, 0, reserved)
+        return self._reply(session.id, session.max_length, 0, len(session.slots))
 
     def close(self, session_id: str) -> SessionsReply:
         """Closes a session; `reserved_tokens` of the reply are those given back."""

@@ -1,0 +1,102 @@
+"""`corolla serve`: start and supervise a server for a model repository."""
+
+import json
+import logging
+import signal
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TextIO
+
+import click
+
+from corolla.server.options import ServerOptions
+from corolla.server.supervisor import ReadyServer, Supervisor
+
+_PORT = click.IntRange(0, 65535)
+
+
+@click.command(
+    context_settings={"ignore_unknown_options": True},
+    epilog="""\b
+    Examples:
+      corolla serve ./model_repository
+      corolla serve ./model_repository --host 0.0.0.0 --http-port 9000 --log-file server.log
+      corolla serve ./model_repository --log-verbose=1 --metrics-interval-ms=500""",
+)
+@click.argument("repository", metavar="REPO", type=click.Path(path_type=Path))
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0: all of them.")
+@click.option("--http-port", type=_PORT, default=8000, show_default=True, help="0: any free one.")
+@click.option("--grpc-port", type=_PORT, default=8001, show_default=True, help="0: any free one.")
+@click.option("--metrics-port", type=_PORT, default=8002, show_default=True, help="0: any free one.")
+@click.option(
+    "--run-dir",
+    "run_directory",
+    type=click.Path(path_type=Path),
+    help="New or empty folder for the KV cache and the session table. [default: a fresh one in /dev/shm]",
+)
+@click.option(
+    "--backends", type=click.Path(path_type=Path), help="Folder of the backends. [default: that of this checkout]"
+)
+@click.option("--log-file", type=click.Path(path_type=Path), help="File for the server's log. [default: stderr]")
+@click.option("--ready-file", type=click.Path(path_type=Path), help="File with the addresses, as JSON, while it serves.")
+@click.argument("tritonserver_flags", nargs=-1, type=click.UNPROCESSED)
+def command(
+    repository: Path,
+    host: str,
+    http_port: int,
+    grpc_port: int,
+    metrics_port: int,
+    run_directory: Path | None,
+    backends: Path | None,
+    log_file: Path | None,
+    ready_file: Path | None,
+    tritonserver_flags: tuple[str, ...],
+) -> None:
+    """Serve the models of REPO until interrupted.
+
+    tritonserver is started and watched: it is started again if it dies, and a model whose process dies is loaded
+    again. Any other flag goes to tritonserver as it is.
+    """
+    options = ServerOptions(
+        repository, host, http_port, grpc_port, metrics_port, tritonserver_flags, backends, run_directory
+    )
+    with ExitStack() as stack:
+        sink = stack.enter_context(log_file.open("a")) if log_file else sys.stderr
+        _log_to({sys.stderr, sink})
+        if ready_file:
+            stack.callback(ready_file.unlink, missing_ok=True)
+
+        def announce(ready: ReadyServer) -> None:
+            click.echo(f"corolla: serving {repository} at {ready.endpoints}")
+            if ready_file:
+                _write_ready_file(ready_file, ready)
+
+        supervisor = Supervisor(options, announce, sink)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, lambda *_: supervisor.stop())
+        supervisor.run()
+
+
+def _log_to(streams: set[TextIO]) -> None:
+    logger = logging.getLogger("corolla")
+    logger.setLevel(logging.INFO)
+    for stream in streams:
+        handler = logging.StreamHandler(stream)
+        handler.setFormatter(logging.Formatter("corolla: %(message)s"))
+        logger.addHandler(handler)
+
+
+def _write_ready_file(path: Path, ready: ReadyServer) -> None:
+    endpoints = ready.endpoints
+    content = {
+        "http": str(endpoints.http),
+        "grpc": str(endpoints.grpc) if endpoints.grpc else None,
+        "metrics": str(endpoints.metrics) if endpoints.metrics else None,
+        "pid": ready.pid,
+        "run_directory": str(ready.run_directory),
+    }
+    new = path.with_name(f"{path.name}.new")
+    new.write_text(json.dumps(content))
+    new.rename(path)

@@ -1,0 +1,37 @@
+"""Going on with a generation whose process died: what was said already, and what the client has not heard."""
+
+from transformers import PreTrainedTokenizerBase
+
+from corolla.errors import InvalidValueError
+from corolla.generate.sequence import Finished, Sequence
+
+
+def replay(
+    sequence: Sequence, new_token_ids: list[int], tokenizer: PreTrainedTokenizerBase, vocabulary: int
+) -> tuple[str, Finished | None]:
+    """Brings a fresh sequence to where the generation was broken off, `new_token_ids` after its prompt.
+
+    Returns the text that its client has not received yet, and how the generation ended if it had. The
+    request's text is the prompt, with or without the text received; InvalidValueError for any other.
+    """
+    received = _received(sequence, tokenizer)
+    text, finished = "", None
+    for token_id in new_token_ids:
+        piece, finished = sequence.append(token_id)
+        text += piece
+        if finished is not None:
+            break
+    if not text.startswith(received):
+        raise InvalidValueError("text_input", sequence.request.text_input, "the prompt and the text received after it")
+    sequence.chooser.skip(sequence.new_tokens, vocabulary)
+    return text[len(received) :], finished
+
+
+def _received(sequence: Sequence, tokenizer: PreTrainedTokenizerBase) -> str:
+    text = sequence.request.text_input
+    if tokenizer(text).input_ids == sequence.prompt_ids:
+        return ""
+    prompt = tokenizer.decode(sequence.prompt_ids, skip_special_tokens=True)
+    if not text.startswith(prompt):
+        raise InvalidValueError("text_input", text, "the session's prompt, with or without the text received after it")
+    return text[len(prompt) :]

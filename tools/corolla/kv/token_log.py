@@ -1,0 +1,36 @@
+"""The tokens of generations, in shared memory, so that another process can go on with them."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from corolla.kv.layout import KVLayout
+from corolla.kv.records import map_array
+from corolla.kv.run_directory import prepared_run_directory
+from corolla.kv.session import Session
+
+
+class TokenLog:
+    """One token id per slot of the arena; per session how many are known and how many were the prompt."""
+
+    def __init__(self, directory: Path, layout: KVLayout) -> None:
+        with prepared_run_directory(directory, layout):
+            self._tokens: NDArray[np.int32] = map_array(directory / "tokens", (layout.slots,), np.dtype(np.int32))
+            self._counts: NDArray[np.int32] = map_array(directory / "counts", (layout.pages, 2), np.dtype(np.int32))
+
+    def begin(self, session: Session, prompt_ids: Sequence[int]) -> None:
+        """Logs the prompt of a session that was just opened."""
+        self._tokens[session.slots[: len(prompt_ids)]] = prompt_ids
+        self._counts[session.record] = (len(prompt_ids), len(prompt_ids))
+
+    def append(self, session: Session, position: int, token_id: int) -> None:
+        """Logs the token at `position`, the first unknown one."""
+        self._tokens[session.slots[position]] = token_id
+        self._counts[session.record, 0] = position + 1
+
+    def read(self, session: Session) -> tuple[list[int], int]:
+        """All known tokens of a session, and how many of them are its prompt."""
+        known, prompt = self._counts[session.record].tolist()
+        return self._tokens[session.slots[:known]].tolist(), prompt
