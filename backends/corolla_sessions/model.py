@@ -40,8 +40,12 @@ class TritonPythonModel:
         opening = answered(lambda: _read_open(request))
         if not isinstance(opening, OpenRequest):
             return opening
-        self._waiting.submit(lambda: sender.send(answered(lambda: _reply(self._service.open(opening))), flags=FINAL))
+        self._waiting.submit(self._open, opening, sender)
         return None
+
+    def _open(self, opening, sender):
+        answer = answered(lambda: _reply(self._service.open(opening, sender.is_cancelled)))
+        sender.send(answer, flags=FINAL)
 
     def _answer(self, request):
         operation = scalar(request, "operation")

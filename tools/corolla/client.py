@@ -7,32 +7,48 @@ from typing import Any
 
 import numpy as np
 import tritonclient.grpc as grpc_client
+from tritonclient.utils import InferenceServerException, triton_to_np_dtype
 
 from corolla.errors import CorollaError
 
 DEFAULT_ADDRESS = "127.0.0.1:8001"
 
-_DTYPES: dict[str, tuple[str, Any]] = {
-    "max_tokens": ("INT32", np.int32),
-    "min_length": ("INT32", np.int32),
-    "top_k": ("INT32", np.int32),
-    "temperature": ("FP32", np.float32),
-    "top_p": ("FP32", np.float32),
-    "min_p": ("FP32", np.float32),
-    "repetition_penalty": ("FP32", np.float32),
-    "presence_penalty": ("FP32", np.float32),
-    "frequency_penalty": ("FP32", np.float32),
-    "random_seed": ("UINT64", np.uint64),
-    "stop_words": ("BYTES", np.object_),
-    "bad_words": ("BYTES", np.object_),
+_OPTIONS = {
+    "max_tokens": "INT32",
+    "min_length": "INT32",
+    "top_k": "INT32",
+    "temperature": "FP32",
+    "top_p": "FP32",
+    "min_p": "FP32",
+    "repetition_penalty": "FP32",
+    "presence_penalty": "FP32",
+    "frequency_penalty": "FP32",
+    "random_seed": "UINT64",
+    "session_id": "BYTES",
+    "stop_words": "BYTES",
+    "bad_words": "BYTES",
+}
+
+
+_SESSION_FIELDS = {
+    "session_id": "BYTES",
+    "max_length": "INT32",
+    "timeout": "FP32",
+    "priority": "INT32",
+    "idle_timeout": "FP32",
 }
 
 
 @dataclass(frozen=True)
 class GenerationChunk:
-    """A piece of text; the last one tells how the generation ended: `finish_reason` is stop or length."""
+    """A piece of text.
+
+    The first one names the session, with which a generation that was broken off can be gone on with; the last
+    one tells how the generation ended: `finish_reason` is stop or length.
+    """
 
     text: str
+    session_id: str | None = None
     finish_reason: str | None = None
     num_input_tokens: int | None = None
     num_output_tokens: int | None = None
@@ -57,12 +73,11 @@ class CorollaClient:
         Options are inputs of the `generate` model (docs/protocol.md): max_tokens, temperature, top_p, ...
         Raises CorollaError with the server's message, also when no server answers.
         """
-        inputs = [_input("text_input", "BYTES", [text.encode()]), _input("stream", "BOOL", [True])]
+        inputs = [_input("text_input", "BYTES", [text]), _input("stream", "BOOL", [True])]
         for name, value in options.items():
-            if name not in _DTYPES:
-                raise CorollaError(f"{name}: no option of generate; options: {', '.join(sorted(_DTYPES))}")
-            values = [v.encode() for v in value] if isinstance(value, list | tuple) else [value]
-            inputs.append(_input(name, _DTYPES[name][0], values))
+            if name not in _OPTIONS:
+                raise CorollaError(f"{name}: no option of generate; options: {', '.join(sorted(_OPTIONS))}")
+            inputs.append(_input(name, _OPTIONS[name], list(value) if isinstance(value, list | tuple) else [value]))
         answers: SimpleQueue[tuple[Any, Exception | None]] = SimpleQueue()
         self._client.start_stream(lambda result, error: answers.put((result, error)))
         try:
@@ -70,6 +85,25 @@ class CorollaClient:
             yield from self._chunks(answers)
         finally:
             self._client.stop_stream(cancel_requests=True)
+
+    def sessions(self, operation: str, **fields: str | float | None) -> dict[str, Any]:
+        """Calls the `sessions` model: open, close or stat; the reply's fields by name (docs/protocol.md).
+
+        Raises CorollaError with the server's message.
+        """
+        inputs = [_flat_input("operation", "BYTES", operation)]
+        inputs += [
+            _flat_input(name, _SESSION_FIELDS[name], value) for name, value in fields.items() if value is not None
+        ]
+        try:
+            reply = self._client.infer("sessions", inputs)
+        except InferenceServerException as error:
+            raise CorollaError(f"{self._address}: {error.message()}") from error
+        names = [output.name for output in reply.get_response().outputs]
+        return {
+            name: value.decode() if isinstance(value, bytes) else int(value)
+            for name, value in ((name, reply.as_numpy(name)[0]) for name in names)
+        }
 
     def _chunks(self, answers: SimpleQueue[tuple[Any, Exception | None]]) -> Iterator[GenerationChunk]:
         final = False
@@ -82,6 +116,7 @@ class CorollaClient:
             if text is not None:
                 yield GenerationChunk(
                     text.ravel()[0].decode(),
+                    _decoded(result, "session_id"),
                     _decoded(result, "finish_reason"),
                     _number(result, "num_input_tokens"),
                     _number(result, "num_output_tokens"),
@@ -89,9 +124,18 @@ class CorollaClient:
 
 
 def _input(name: str, datatype: str, values: list[Any]) -> grpc_client.InferInput:
-    dtype = {"BYTES": np.object_, "BOOL": np.bool_}.get(datatype) or _DTYPES[name][1]
-    tensor = grpc_client.InferInput(name, [1, len(values)], datatype)
-    tensor.set_data_from_numpy(np.array([values], dtype))
+    """An input [1, N] of a model that batches."""
+    return _tensor(name, datatype, np.array([values], triton_to_np_dtype(datatype)))
+
+
+def _flat_input(name: str, datatype: str, value: str | float) -> grpc_client.InferInput:
+    """An input [1] of a model that does not."""
+    return _tensor(name, datatype, np.array([value], triton_to_np_dtype(datatype)))
+
+
+def _tensor(name: str, datatype: str, values: np.ndarray) -> grpc_client.InferInput:
+    tensor = grpc_client.InferInput(name, list(values.shape), datatype)
+    tensor.set_data_from_numpy(values)
     return tensor
 
 

@@ -9,12 +9,14 @@ from corolla import __version__
 from corolla.errors import CorollaError
 
 COMMANDS = {
+    "cache": "corolla.cli.cache",
     "demo-checkpoint": "corolla.cli.demo_checkpoint",
     "doctor": "corolla.cli.doctor",
     "generate": "corolla.cli.generate",
     "init": "corolla.cli.init",
     "make-checkpoint": "corolla.cli.make_checkpoint",
     "serve": "corolla.cli.serve",
+    "sessions": "corolla.cli.sessions",
 }
 
 

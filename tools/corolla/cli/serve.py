@@ -39,7 +39,7 @@ _PORT = click.IntRange(0, 65535)
     "--backends", type=click.Path(path_type=Path), help="Folder of the backends. [default: that of this checkout]"
 )
 @click.option("--log-file", type=click.Path(path_type=Path), help="File for the server's log. [default: stderr]")
-@click.option("--ready-file", type=click.Path(path_type=Path), help="File with the addresses, as JSON, while it serves.")
+@click.option("--ready-file", type=click.Path(path_type=Path), help="File to hold the addresses while it serves.")
 @click.argument("tritonserver_flags", nargs=-1, type=click.UNPROCESSED)
 def command(
     repository: Path,

@@ -179,7 +179,7 @@ class GenerateEngine:
 
 
 def _max_tokens(request: GenerationRequest, prompt_length: int, room: int) -> int:
-    if room < 1:
+    if prompt_length < 1 or room < 1:
         raise InvalidValueError(
             "text_input", f"a prompt of {prompt_length} tokens", f"1 to {prompt_length + room - 1} tokens"
         )

@@ -80,7 +80,11 @@ class GenerateLoop:
             logger.exception("a step failed")
             results = [error] * len(sequences)
         for sequence, result in zip(sequences, results, strict=True):
-            self._accept(sequence, result)
+            try:
+                self._accept(sequence, result)
+            except Exception as error:
+                logger.exception("a token could not be chosen")
+                self._leave(sequence, error)
 
     def _accept(self, sequence: Sequence, result: torch.Tensor | Exception) -> None:
         joining = len(sequence.pending) > 1
@@ -94,5 +98,8 @@ class GenerateLoop:
     def _leave(self, sequence: Sequence, error: Exception | None = None) -> None:
         if error is not None:
             sequence.output.fail(error)
-        self._release(sequence)
+        try:
+            self._release(sequence)
+        except Exception:
+            logger.exception("a session could not be released")
         sequence.session_id = ""

@@ -10,6 +10,7 @@ from corolla.errors import InvalidValueError
 
 DEFAULT_MAX_TOKENS = 16
 MAX_WORDS = 256
+LOWEST_TEMPERATURE = 1e-5
 
 
 @dataclass(frozen=True)
@@ -137,10 +138,18 @@ def _top_k(name: str, value: Any) -> int:
     return max(0, _integer(-1, 2**31 - 1)(name, value))
 
 
+def _temperature(name: str, value: Any) -> float:
+    """Below LOWEST_TEMPERATURE, logits divided by it can be infinite."""
+    temperature = _real(0, 100)(name, value)
+    if 0 < temperature < LOWEST_TEMPERATURE:
+        raise InvalidValueError(name, value, f"0 (greedy), or from {LOWEST_TEMPERATURE:g} to 100")
+    return temperature
+
+
 _FIELDS: dict[str, Callable[[str, Any], Any]] = {
     "max_tokens": _integer(1, 2**31 - 1),
     "min_tokens": _integer(0, 2**31 - 1),
-    "temperature": _real(0, 100),
+    "temperature": _temperature,
     "top_k": _top_k,
     "top_p": _real(0, 1, above_low=True),
     "min_p": _real(0, 1),

@@ -4,7 +4,7 @@ import math
 import os
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from threading import local
@@ -72,10 +72,11 @@ class SessionTable:
             self.pins = RecordPins(directory / "pins")
             self._connection().execute(_SCHEMA).fetchall()
 
-    def open(self, request: OpenRequest) -> Session:
+    def open(self, request: OpenRequest, is_cancelled: Callable[[], bool] = lambda: False) -> Session:
         """Reserves pages for `request.max_length` positions, waiting its turn up to `request.timeout`.
 
-        Raises InvalidValueError for a length that could never fit, CacheFullError when the timeout ends.
+        Raises InvalidValueError for a length that could never fit, CacheFullError when the timeout ends or
+        `is_cancelled` tells that nobody waits for the session any more.
         """
         self._check(request)
         session_id = secrets.token_hex(16)
@@ -96,7 +97,7 @@ class SessionTable:
             )
             self._grant(connection)
         while (session := self._find(session_id)) is None:
-            if now_ns() >= deadline:
+            if now_ns() >= deadline or is_cancelled():
                 return self._last_look(session_id, request)
             time.sleep(POLL)
             if self._may_have_room(session_id):

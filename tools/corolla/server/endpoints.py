@@ -101,7 +101,7 @@ def _bind_error(address: str, port: int) -> OSError | None:
 def _listener(port: int) -> str | None:
     try:
         for connection in psutil.net_connections("tcp"):
-            if connection.status == psutil.CONN_LISTEN and connection.laddr[1] == port and connection.pid:
+            if connection.status == psutil.CONN_LISTEN and connection.laddr[1:2] == (port,) and connection.pid:
                 return f"{psutil.Process(connection.pid).name()} with process id {connection.pid}"
     except psutil.Error:
         pass

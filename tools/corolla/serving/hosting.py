@@ -4,8 +4,9 @@ import os
 
 import torch
 
+from corolla.checkpoint.disk_cache import DiskCache
 from corolla.checkpoint.folder import CheckpointFolder
-from corolla.checkpoint.prepared import PreparedParts, default_cache_folder
+from corolla.checkpoint.prepared import PreparedParts
 from corolla.kv.arena import KVArena
 from corolla.kv.layout import KVLayout
 from corolla.kv.reorder import CacheReorderer
@@ -25,7 +26,7 @@ class Host:
         torch.set_num_threads(model.threads or len(os.sched_getaffinity(0)))
         self.model = model
         self.checkpoint = CheckpointFolder(model.checkpoint)
-        self.parts = PreparedParts(self.checkpoint, model.dtype.torch, default_cache_folder())
+        self.parts = PreparedParts(self.checkpoint, model.dtype.torch, DiskCache.default())
         self._layout = KVLayout.of(self.checkpoint.config, model.dtype.name, model.attn_cache_tokens, model.page_size)
 
     def session_table(self) -> SessionTable:

@@ -1,5 +1,6 @@
 """What the sessions model answers."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from corolla.errors import InvalidValueError
@@ -27,9 +28,11 @@ class SessionsService:
 
     table: SessionTable
 
-    def open(self, request: OpenRequest) -> SessionsReply:
-        """Opens a session; blocks while it waits for room."""
-        session = self.table.open(request)
+    def open(self, request: OpenRequest, is_cancelled: Callable[[], bool]) -> SessionsReply:
+        """Opens a session; blocks while it waits for room. A session that nobody waits for is not kept."""
+        session = self.table.open(request, is_cancelled)
+        if is_cancelled():
+            self.table.close(session.id)
         return self._reply(session.id, session.max_length, 0, len(session.slots))
 
     def close(self, session_id: str) -> SessionsReply:
