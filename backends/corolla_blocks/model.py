@@ -12,12 +12,12 @@ class TritonPythonModel:
 
     def initialize(self, args):
         host = Host(ServedModel.from_arguments(args))
-        self._service = host.blocks(host.session_table())
+        self._blocks = host.blocks(host.session_table())
 
     def execute(self, requests):
         """Reads all requests, runs the readable ones as one batch where they fit together, answers in order."""
         read = [answered(lambda request=request: _read(request)) for request in requests]
-        results = iter(self._service.run([item for item in read if isinstance(item, BlocksRequest)]))
+        results = iter(self._blocks.current.run([item for item in read if isinstance(item, BlocksRequest)]))
         return [_respond(next(results)) if isinstance(item, BlocksRequest) else item for item in read]
 
 

@@ -103,6 +103,8 @@ class DiskCache:
             descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
             return False
+        except OSError as error:
+            raise EnvironmentProblemError(f"{file}: {error.strerror}; set COROLLA_CACHE to another folder") from error
         fcntl.flock(descriptor, fcntl.LOCK_SH)
         if os.fstat(descriptor).st_nlink == 0:
             os.close(descriptor)

@@ -61,7 +61,7 @@ class CheckpointFolder:
             raise CheckpointError(f"checkpoint: {str(self.path)!r} holds no config.json")
         try:
             return AutoConfig.from_pretrained(self.path)
-        except (ValueError, OSError, KeyError) as error:
+        except Exception as error:  # transformers raises whatever a wrong value leads to
             raise CheckpointError(f"{self.path / 'config.json'}: {error}") from error
 
     def _locate_tensors(self) -> dict[str, Path]:
@@ -69,9 +69,9 @@ class CheckpointFolder:
         if index.is_file():
             try:
                 weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
-            except (ValueError, KeyError) as error:
+                located = {name: self.path / file for name, file in weight_map.items()}
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise CheckpointError(f"{index}: not a safetensors index ({error})") from error
-            located = {name: self.path / file for name, file in weight_map.items()}
         elif single.is_file():
             try:
                 with safe_open(single, framework="pt") as shard:

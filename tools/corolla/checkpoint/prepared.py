@@ -8,9 +8,11 @@ import torch
 from corolla.checkpoint.disk_cache import DiskCache
 from corolla.checkpoint.folder import CheckpointFolder
 from corolla.errors import CheckpointError
+from corolla.kv.device_exports import DeviceExports
 from corolla.model.family import Family, family_of
 
 FORMAT = 1
+CPU = torch.device("cpu")
 EMBEDDING, HEAD = "embedding", "head"
 
 
@@ -30,12 +32,20 @@ class PreparedParts:
     checkpoint: CheckpointFolder
     dtype: torch.dtype
     cache: DiskCache
+    device: torch.device = CPU
+    exports: DeviceExports | None = None
 
     def load(self, part: str) -> dict[str, torch.Tensor]:
-        """The tensors of a part by their names inside their module, mapped read-only, in `dtype`.
+        """The tensors of a part by their names inside their module, in `dtype`.
 
-        Only the part's own tensors are read from the checkpoint, and only if it is not in the cache yet.
+        They are mapped read-only; with `exports`, the first process copies them to `device` and the others open
+        its copy. Only the part's own tensors are read from the checkpoint, and only if it is not in the cache yet.
         """
+        if self.exports is None:
+            return self._load_mapped(part)
+        return self.exports.get(part, lambda: {n: t.to(self.device) for n, t in self._load_mapped(part).items()})
+
+    def _load_mapped(self, part: str) -> dict[str, torch.Tensor]:
         return self.cache.get(self._name(part), lambda: self._prepare(part))
 
     def _name(self, part: str) -> str:

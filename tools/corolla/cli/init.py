@@ -9,7 +9,7 @@ from corolla.checkpoint.folder import CheckpointFolder
 from corolla.checkpoint.resolution import resolve_dtype
 from corolla.dtypes import DTYPES
 from corolla.errors import InvalidValueError
-from corolla.repository.plan import DEFAULT_MAX_BATCH_SIZE, RepositoryPlan, split_evenly
+from corolla.repository.plan import DEFAULT_MAX_BATCH_SIZE, DEVICES, RepositoryPlan, split_evenly
 from corolla.repository.writer import write_repository
 from corolla.serving.parameters import parse_blocks
 
@@ -31,6 +31,7 @@ from corolla.serving.parameters import parse_blocks
     show_default=True,
     help="auto: the checkpoint's own, but bfloat16 for float32.",
 )
+@click.option("--device", type=click.Choice(DEVICES), default="cpu", show_default=True)
 @click.option(
     "--max-batch-size",
     type=int,
@@ -58,6 +59,7 @@ def command(
     range_size: int | None,
     ranges: str | None,
     dtype: str,
+    device: str,
     max_batch_size: int,
     threads: int,
     attn_cache_tokens: int,
@@ -73,6 +75,7 @@ def command(
         config=config,
         dtype=resolve_dtype(dtype, config),
         ranges=_ranges(range_size, ranges, config.num_hidden_layers),
+        device=device,
         max_batch_size=max_batch_size,
         threads=threads,
         attn_cache_tokens=attn_cache_tokens,

@@ -15,6 +15,26 @@ from corolla.server.supervisor import ReadyServer, Supervisor
 
 _PORT = click.IntRange(0, 65535)
 
+_EXAMPLES = """
+Try it from another terminal:
+
+  corolla generate "A block range is" --address {grpc}
+
+  curl -N -X POST http://{http}/v2/models/generate/generate_stream \\
+    -d '{{"text_input": "A block range is", "max_tokens": 32, "stream": true}}'
+
+  python - <<'EOF'
+  import numpy as np
+  import tritonclient.http as triton
+  client = triton.InferenceServerClient("{http}")
+  ids = triton.InferInput("input_ids", [1, 4], "INT64")
+  ids.set_data_from_numpy(np.array([[1, 2, 3, 4]]))
+  print(client.infer("pipeline", [ids]).as_numpy("logits").shape)
+  EOF
+
+Stop the server with Ctrl-C.
+"""
+
 
 @click.command(
     context_settings={"ignore_unknown_options": True},
@@ -40,6 +60,7 @@ _PORT = click.IntRange(0, 65535)
 )
 @click.option("--log-file", type=click.Path(path_type=Path), help="File for the server's log. [default: stderr]")
 @click.option("--ready-file", type=click.Path(path_type=Path), help="File to hold the addresses while it serves.")
+@click.option("--examples", is_flag=True, help="Print calls to try once it serves.")
 @click.argument("tritonserver_flags", nargs=-1, type=click.UNPROCESSED)
 def command(
     repository: Path,
@@ -51,6 +72,7 @@ def command(
     backends: Path | None,
     log_file: Path | None,
     ready_file: Path | None,
+    examples: bool,
     tritonserver_flags: tuple[str, ...],
 ) -> None:
     """Serve the models of REPO until interrupted.
@@ -71,6 +93,8 @@ def command(
             click.echo(f"corolla: serving {repository} at {ready.endpoints}")
             if ready_file:
                 _write_ready_file(ready_file, ready)
+            if examples:
+                click.echo(_EXAMPLES.format(http=ready.endpoints.http, grpc=ready.endpoints.grpc))
 
         supervisor = Supervisor(options, announce, sink)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from threading import Lock
+from typing import Protocol
 
 import torch
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
@@ -39,6 +40,14 @@ RunRanges = Callable[[torch.Tensor, str, int], None]
 """Runs hidden states [1, T, H] of a session at a position through the range processes."""
 
 
+class Blocks(Protocol):
+    """The merged chain; see corolla.serving.hosting.HostedBlocks."""
+
+    @property
+    def current(self) -> BlocksService:
+        """The service on memory that is valid now."""
+
+
 class GenerateEngine:
     """Generates text on the merged chain of this process; long prompts are computed in the range processes."""
 
@@ -47,7 +56,7 @@ class GenerateEngine:
         checkpoint: CheckpointFolder,
         embedding: Embedding,
         head: Head,
-        blocks: BlocksService,
+        blocks: Blocks,
         table: SessionTable,
         log: TokenLog,
         run_ranges: RunRanges,
@@ -55,7 +64,7 @@ class GenerateEngine:
     ) -> None:
         self._tokenizer = _load_tokenizer(checkpoint)
         self._defaults = _load_defaults(checkpoint)
-        self._context_length = blocks.blocks.context_length
+        self._context_length = blocks.current.blocks.context_length
         self._embedding = embedding
         self._head = head
         self._blocks = blocks
@@ -118,7 +127,7 @@ class GenerateEngine:
         with self._failing(sequence):
             text, finished = replay(sequence, new_token_ids, self._tokenizer, self._head.vocabulary)
             self._attach(sequence, session)
-            sequence.cached = min(self._blocks.steps.length(session.id), len(sequence.token_ids) - 1)
+            sequence.cached = min(self._blocks.current.steps.length(session.id), len(sequence.token_ids) - 1)
             sequence.output.send(text, finished)
             if finished is not None:
                 self._release(sequence)
@@ -133,7 +142,7 @@ class GenerateEngine:
             self._running.add(session.id)
         sequence.session_id = session.id
         sequence.log = partial(self._log.append, session)
-        sequence.resources.enter_context(self._blocks.steps.held(session.id))
+        sequence.resources.enter_context(self._blocks.current.steps.held(session.id))
         sequence.output.begin(session.id)
 
     @contextmanager
@@ -157,7 +166,7 @@ class GenerateEngine:
 
     def _step(self, sequences: list[Sequence]) -> list[torch.Tensor | Exception]:
         hidden_states = self._embedding(torch.tensor([sequence.pending for sequence in sequences]))
-        results = self._blocks.run(
+        results = self._blocks.current.run(
             [
                 BlocksRequest(row[None], [sequence.session_id], [sequence.cached])
                 for row, sequence in zip(hidden_states, sequences, strict=True)

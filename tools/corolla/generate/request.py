@@ -51,14 +51,15 @@ def parse_request(inputs: Mapping[str, Any]) -> GenerationRequest:
     values = _sampling_parameters(inputs.get("sampling_parameters"))
     for name, value in inputs.items():
         if value is not None and name in _TENSORS:
-            values[_TENSORS[name]] = value
+            values[_TENSORS[name]] = (name, value)
     stream = bool(inputs.get("stream") or False)
     exclude_input = inputs.get("exclude_input_in_output")
     for name, only in _SINGLE_VALUED.items():
-        if values.pop(name, only) != only:
-            raise InvalidValueError(name, inputs.get(name, "another value"), f"{only!r} only")
+        given, value = values.pop(name, (name, only))
+        if value != only:
+            raise InvalidValueError(given, value, f"{only!r} only")
     values.pop("length_penalty", None)
-    fields = {name: _FIELDS[name](name, value) for name, value in values.items()}
+    fields = {name: _FIELDS[name](given, value) for name, (given, value) in values.items()}
     return GenerationRequest(
         text_input=_text(inputs.get("text_input")),
         session_id=inputs.get("session_id"),
@@ -68,7 +69,8 @@ def parse_request(inputs: Mapping[str, Any]) -> GenerationRequest:
     )
 
 
-def _sampling_parameters(text: str | None) -> dict[str, Any]:
+def _sampling_parameters(text: str | None) -> dict[str, tuple[str, Any]]:
+    """Names as given and values, by the names of our fields."""
     if not text:
         return {}
     try:
@@ -80,7 +82,9 @@ def _sampling_parameters(text: str | None) -> dict[str, Any]:
     unknown = sorted(set(given) - set(_SAMPLING_PARAMETERS))
     if unknown:
         raise InvalidValueError("sampling_parameters", unknown[0], ", ".join(sorted(_SAMPLING_PARAMETERS)))
-    return {_SAMPLING_PARAMETERS[name]: _plain(name, value) for name, value in given.items() if value is not None}
+    return {
+        _SAMPLING_PARAMETERS[name]: (name, _plain(name, value)) for name, value in given.items() if value is not None
+    }
 
 
 def _plain(name: str, value: Any) -> Any:
@@ -138,6 +142,11 @@ def _top_k(name: str, value: Any) -> int:
     return max(0, _integer(-1, 2**31 - 1)(name, value))
 
 
+def _top_p(name: str, value: Any) -> float:
+    """Clients of TensorRT-LLM write 0 for no limit, others 1."""
+    return _real(0, 1)(name, value) or 1.0
+
+
 def _temperature(name: str, value: Any) -> float:
     """Below LOWEST_TEMPERATURE, logits divided by it can be infinite."""
     temperature = _real(0, 100)(name, value)
@@ -151,7 +160,7 @@ _FIELDS: dict[str, Callable[[str, Any], Any]] = {
     "min_tokens": _integer(0, 2**31 - 1),
     "temperature": _temperature,
     "top_k": _top_k,
-    "top_p": _real(0, 1, above_low=True),
+    "top_p": _top_p,
     "min_p": _real(0, 1),
     "repetition_penalty": _real(0, 100, above_low=True),
     "presence_penalty": _real(-2, 2),

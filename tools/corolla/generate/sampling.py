@@ -9,6 +9,9 @@ from transformers.generation import logits_process as hf
 
 from corolla.generate.request import GenerationRequest
 
+DEFAULT_TOP_K = 50
+"""What transformers' `generate` takes where neither the request nor the checkpoint says anything; 0: no limit."""
+
 
 class PresenceFrequencyPenalty(hf.LogitsProcessor):
     """logit -= frequency_penalty * count + presence_penalty * (count > 0), over the new tokens.
@@ -112,6 +115,7 @@ def _processors(
     temperature, top_k, top_p, min_p = (setting(name) for name in ("temperature", "top_k", "top_p", "min_p"))
     if temperature is not None and temperature != 1.0:
         processors.append(hf.TemperatureLogitsWarper(float(temperature)))
+    top_k = DEFAULT_TOP_K if top_k is None else top_k
     if top_k:
         processors.append(hf.TopKLogitsWarper(int(top_k)))
     if top_p is not None and top_p < 1.0:

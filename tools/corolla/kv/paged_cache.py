@@ -19,6 +19,7 @@ class PagedCache:
 
     def __init__(self, arena: KVArena, rows: StepRows) -> None:
         self._arena = arena
+        device = arena.device
         ends = [start + rows.new_tokens for start in rows.starts]
         self._length = max(ends)
         self._run: slice | None = None
@@ -26,15 +27,15 @@ class PagedCache:
         if len(rows.sessions) == 1 and first.contiguous:
             self._run = slice(int(first.slots[0]), int(first.slots[0]) + self._length)
         else:
-            self._read = torch.from_numpy(_readable(rows.sessions, ends, self._length).ravel())
+            self._read = torch.from_numpy(_readable(rows.sessions, ends, self._length).ravel()).to(device)
         written = [
             session.slots[start:end] for session, start, end in zip(rows.sessions, rows.starts, ends, strict=True)
         ]
-        self._write = torch.from_numpy(np.concatenate(written))
+        self._write = torch.from_numpy(np.concatenate(written)).to(device)
         positions = np.array(rows.starts)[:, None]
         if rows.new_tokens > 1:
             positions = positions + np.arange(rows.new_tokens)
-        self.position_ids = torch.from_numpy(positions)
+        self.position_ids = torch.from_numpy(positions).to(device)
         self.attention_mask = self._mask(rows, positions)
 
     def update(
@@ -55,7 +56,8 @@ class PagedCache:
         starts = rows.starts
         if (rows.new_tokens == 1 or starts[0] == 0) and starts.count(starts[0]) == len(starts):
             return None
-        return torch.from_numpy((np.arange(self._length) <= positions[..., None])[:, None])
+        mask = (np.arange(self._length) <= positions[..., None])[:, None]
+        return torch.from_numpy(mask).to(self._arena.device)
 
 
 def _readable(sessions: list[Session], ends: list[int], length: int) -> NDArray[np.int64]:

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from corolla.kv.layout import KVLayout
-from corolla.kv.shared_memory import create_reserved
+from corolla.kv.shared_memory import map_array
 
 CLOSED = 0
 
@@ -34,9 +34,3 @@ class SessionRecords:
 def now_ns() -> int:
     """Nanoseconds since boot, the same clock in every process."""
     return time.clock_gettime_ns(time.CLOCK_BOOTTIME)
-
-
-def map_array(file: Path, shape: tuple[int, ...], dtype: np.dtype) -> NDArray:
-    """A shared array in `file`, created with zeros if it does not exist."""
-    create_reserved(file, int(np.prod(shape)) * dtype.itemsize)
-    return np.memmap(file, dtype=dtype, mode="r+", shape=shape).view(np.ndarray)

@@ -82,7 +82,8 @@ class CacheReorderer:
         targets = np.concatenate([pages[row][copy].ravel() for row, copy in enumerate(copies)])
         origins = np.concatenate([pages[source][copy].ravel() for source, copy in zip(sources, copies, strict=True)])
         self.copied_pages += len(targets) // self._page_size
-        to, source_slots = torch.from_numpy(targets), torch.from_numpy(origins)
+        device = self._arena.device
+        to, source_slots = torch.from_numpy(targets).to(device), torch.from_numpy(origins).to(device)
         for block in self._blocks:
             for slots in (self._arena[block].keys, self._arena[block].values):
                 slots.index_copy_(0, to, slots.index_select(0, source_slots))

@@ -1,7 +1,10 @@
-"""Files of a fixed size whose memory is reserved when they are created."""
+"""Files of a fixed size whose memory is reserved when they are created, and arrays in them."""
 
 import os
 from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
 
 from corolla.errors import EnvironmentProblemError
 
@@ -26,3 +29,9 @@ def create_reserved(path: Path, size: int) -> None:
         ) from error
     finally:
         os.close(descriptor)
+
+
+def map_array(file: Path, shape: tuple[int, ...], dtype: np.dtype) -> NDArray:
+    """A shared array in `file`, created with zeros if it does not exist."""
+    create_reserved(file, int(np.prod(shape)) * dtype.itemsize)
+    return np.memmap(file, dtype=dtype, mode="r+", shape=shape).view(np.ndarray)

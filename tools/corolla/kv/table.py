@@ -133,6 +133,10 @@ class SessionTable:
         with self._transaction() as connection:
             self._grant(connection)
 
+    def forget_block(self, block: int) -> None:
+        """Declares nothing cached in a block, for all sessions: their next steps report the gap."""
+        self.records.lengths[:, block] = 0
+
     def status(self) -> CacheStatus:
         """How much of the cache is free, and how many sessions are open and waiting."""
         connection = self._connection()

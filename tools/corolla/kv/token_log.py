@@ -7,9 +7,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from corolla.kv.layout import KVLayout
-from corolla.kv.records import map_array
 from corolla.kv.run_directory import prepared_run_directory
 from corolla.kv.session import Session
+from corolla.kv.shared_memory import map_array
 
 
 class TokenLog:

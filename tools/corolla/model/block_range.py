@@ -34,7 +34,8 @@ class BlockRange:
         config._attn_implementation = "sdpa"
         self.blocks = blocks
         self.context_length: int = config.max_position_embeddings
-        self._rotary_embedding = family.rotary_embedding(config)
+        self.device = parts.device
+        self._rotary_embedding = family.rotary_embedding(config).to(parts.device)
         self._layers = [
             load_module(lambda i=index: family.block(config, i), parts.load(block_part(index)), block_part(index))  # type: ignore[misc]
             for index in blocks
@@ -44,7 +45,7 @@ class BlockRange:
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Whole sequences from position 0, no cache. InvalidValueError beyond the model's context."""
         self.check_length(hidden_states.shape[1])
-        positions = torch.arange(hidden_states.shape[1])[None]
+        positions = torch.arange(hidden_states.shape[1], device=self.device)[None]
         return self._run(hidden_states, positions, None, None)
 
     @torch.inference_mode()

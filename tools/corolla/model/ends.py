@@ -10,10 +10,11 @@ from corolla.model.loading import load_module
 
 
 class Embedding:
-    """Token ids [B, T] int64 to hidden states [B, T, H] in the model's dtype."""
+    """Token ids [B, T] int64 on the CPU to hidden states [B, T, H] in the model's dtype, on its device."""
 
     def __init__(self, parts: PreparedParts) -> None:
         self._weight = parts.load(EMBEDDING)["weight"]
+        self._device = parts.device
 
     @torch.inference_mode()
     def __call__(self, input_ids: torch.Tensor) -> torch.Tensor:
@@ -21,11 +22,11 @@ class Embedding:
         outside = (input_ids < 0) | (input_ids >= vocabulary)
         if bool(outside.any()):
             raise InvalidValueError("input_ids", int(input_ids[outside][0]), f"0 to {vocabulary - 1}")
-        return nn.functional.embedding(input_ids, self._weight)
+        return nn.functional.embedding(input_ids.to(self._device), self._weight)
 
 
 class Head:
-    """Hidden states [B, T, H] to logits [B, T, V] float32: final norm and output projection."""
+    """Hidden states [B, T, H] to logits [B, T, V] float32 on the CPU: final norm and output projection."""
 
     def __init__(self, parts: PreparedParts) -> None:
         tensors = parts.load(HEAD)
@@ -36,7 +37,8 @@ class Head:
 
     @torch.inference_mode()
     def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return nn.functional.linear(self._norm(hidden_states), self._projection).float()
+        normed = self._norm(hidden_states.to(self._projection.device))
+        return nn.functional.linear(normed, self._projection).float().cpu()
 
 
 def _submodule(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:

@@ -90,6 +90,7 @@ def _pipeline(plan: RepositoryPlan) -> ModelConfig:
 
 def _sessions(plan: RepositoryPlan) -> ModelConfig:
     model = _backend_model(plan, "sessions", "corolla_sessions", max_batch_size=0)
+    model.instance_group[0].CopyFrom(_CPU_INSTANCE)
     model.input.extend(
         [
             ModelInput(name="operation", data_type=TYPE_STRING, dims=[1]),
@@ -149,9 +150,12 @@ _GENERATE_OPTIONS = (
 )
 
 
+_CPU_INSTANCE = ModelInstanceGroup(count=1, kind=ModelInstanceGroup.KIND_CPU)
+
+
 def _backend_model(plan: RepositoryPlan, name: str, backend: str, max_batch_size: int) -> ModelConfig:
     model = ModelConfig(name=name, backend=backend, max_batch_size=max_batch_size)
-    model.instance_group.append(ModelInstanceGroup(count=1, kind=ModelInstanceGroup.KIND_CPU))
+    model.instance_group.append(_instance(plan))
     settings = {
         "checkpoint": plan.checkpoint.as_posix(),
         "dtype": plan.dtype.name,
@@ -163,6 +167,12 @@ def _backend_model(plan: RepositoryPlan, name: str, backend: str, max_batch_size
     for key, value in settings.items():
         model.parameters[key].CopyFrom(_parameter(value))
     return model
+
+
+def _instance(plan: RepositoryPlan) -> ModelInstanceGroup:
+    if plan.device == "cuda":
+        return ModelInstanceGroup(count=1, kind=ModelInstanceGroup.KIND_GPU, gpus=[0])
+    return _CPU_INSTANCE
 
 
 def _range_steps(plan: RepositoryPlan, first: str, last: str, *, with_session: bool) -> Iterable[ModelEnsembling.Step]:

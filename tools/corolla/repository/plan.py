@@ -12,6 +12,7 @@ from corolla.model.family import family_of
 
 DEFAULT_MAX_SHORT_TOKENS = 128
 DEFAULT_MAX_BATCH_SIZE = 8
+DEVICES = ("cpu", "cuda")
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class RepositoryPlan:
     config: PretrainedConfig
     dtype: DType
     ranges: list[range]
+    device: str = "cpu"
     max_batch_size: int = DEFAULT_MAX_BATCH_SIZE
     threads: int = 0
     attn_cache_tokens: int = 0
@@ -40,6 +42,8 @@ class RepositoryPlan:
             raise InvalidValueError(
                 "ranges", written, f"ranges that follow each other from 0 to {self.config.num_hidden_layers}"
             )
+        if self.device not in DEVICES:
+            raise InvalidValueError("device", self.device, ", ".join(DEVICES))
         _check_between("max_batch_size", self.max_batch_size, 1, 1024)
         _check_between("threads", self.threads, 0, 1024)
         _check_between("attn_cache_tokens", self.cache_tokens, self.page_size, 2**31)

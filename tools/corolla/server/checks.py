@@ -106,7 +106,7 @@ def check_libpython() -> Check:
         LIBPYTHON,
         found is not None,
         str(found) if found else f"not found for {sys.executable}",
-        f"`apt-get install libpython{PYTHON_VERSION}`, or run `make setup`, which needs no root",
+        f"`apt-get install libpython{PYTHON_VERSION}`, or without root `{sys.executable} -m corolla.server.libpython`",
     )
 
 
@@ -119,13 +119,14 @@ def check_tritonserver() -> Check:
     try:
         ran = subprocess.run([program, "--help"], capture_output=True, text=True, timeout=60)
         complaint = "" if "Usage: tritonserver" in ran.stdout + ran.stderr else ran.stderr.strip()
-        started = not complaint and ran.returncode >= 0
+        if ran.returncode < 0:
+            complaint = f"killed by signal {-ran.returncode}"
     except (OSError, subprocess.TimeoutExpired) as error:
-        started, complaint = False, str(error)
+        complaint = str(error)
     return Check(
         "tritonserver",
-        started,
-        "starts" if started else f"{program} does not start: {complaint}",
+        not complaint,
+        f"{program} does not start: {complaint}" if complaint else "starts",
         "install the library it names (Debian: `apt-get install libstdc++6 zlib1g`); it needs glibc 2.35 or newer",
     )
 

@@ -10,7 +10,7 @@ _FAILURES = (
     re.compile(r"Poll failed for model directory '(?P<model>[^']+)': (?P<reason>.*?)\"?$"),
     re.compile(r"^E\d{4} .*?(?P<reason>(?:ensemble|failed to start) .*?)\"?$"),
     re.compile(r"\[libprotobuf ERROR.*?\] (?P<reason>.*)$"),
-    re.compile(r"error while loading shared libraries: (?P<reason>.*)$"),
+    re.compile(r"^(?:Error: (?!Failed to initialize NVML)|\S*tritonserver: )(?P<reason>.*)$"),
 )
 _LAST_LINES = 15
 

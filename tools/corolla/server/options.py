@@ -63,12 +63,12 @@ class ServerOptions:
         """The flags for tritonserver; `ports` per service."""
         ours = [
             f"--backend-directory={backend_directory}",
-            "--model-control-mode=explicit",
-            "--load-model=*",
             f"--exit-timeout-secs={EXIT_TIMEOUT_SECONDS}",
         ]
         for service, port in ports.items():
             ours += [f"--{service}-address={self.host}", f"--{service}-port={port}"]
+        if not self.given("--model-control-mode"):
+            ours += ["--model-control-mode=explicit", "--load-model=*"]
         if not self.given("--strict-model-config"):
             ours.append("--disable-auto-complete-config")
         kept = [flag for flag in ours if not self.given(flag.partition("=")[0])]

@@ -34,6 +34,7 @@ import logging
 import threading
 import time
 from collections.abc import Collection
+from itertools import chain, repeat
 
 from corolla.errors import CorollaError
 from corolla.server.connections import ClientConnections
@@ -42,7 +43,8 @@ from corolla.server.stubs import Death
 from corolla.server.triton_http import TritonHttp, TritonRequestError
 
 _UNLOAD_TIMEOUT_SECONDS = 20.0
-_LOAD_PAUSES_SECONDS = (0.2, 1.0, 3.0)
+_LOAD_PAUSES_SECONDS = (0.2, 1.0, 3.0, 10.0, 30.0)
+"""The last one again and again."""
 _FREED_WITHIN_SECONDS = 2.5
 """A model object without requests is freed 1 s after the unload, a second instance 1 s later."""
 
@@ -54,26 +56,43 @@ class RecoveryFailedError(CorollaError):
 
 
 class Recovery:
-    """The recovery of one model after one death of its stub. Prepare it as soon as the death is known."""
+    """The recovery of one model after one death of its stub: `unload`, then `load` and `end_hanging_streams` at once.
+
+    Any of the steps may raise OSError when tritonserver ends.
+    """
 
     def __init__(self, http: TritonHttp, server_pid: int, ports: Collection[int], death: Death) -> None:
+        """Make it as soon as the death is known: it notes whose responses may be lost."""
         self._http = http
         self._death = death
         self._model = death.stub.model
         self._clients = ClientConnections(server_pid, ports) if http.is_decoupled(self._model) else None
 
-    def reload(self, stopping: threading.Event) -> None:
-        """Unloads and loads the model; RecoveryFailedError when that is of no avail, OSError without a server."""
+    def unload(self) -> None:
+        """Takes the model out of service; RecoveryFailedError when that cannot be done."""
         try:
             self._http.unload(self._model, _UNLOAD_TIMEOUT_SECONDS)
         except (TimeoutError, TritonRequestError) as error:
             raise RecoveryFailedError(f"model {self._model} cannot be unloaded: {error}") from error
-        self._load(stopping)
+
+    def load(self, stopping: threading.Event) -> None:
+        """Loads the model, however often it takes."""
+        for pause in chain(_LOAD_PAUSES_SECONDS, repeat(_LOAD_PAUSES_SECONDS[-1])):
+            try:
+                self._http.load(self._model)
+                break
+            except TritonRequestError as error:
+                _LOG.error("model %s: %s; trying again in %.1f s", self._model, error, pause)
+            if stopping.wait(pause):
+                return
         seconds = time.monotonic() - self._death.time
         _LOG.info("model %s serves again, %.2f s after the death of its stub", self._model, seconds)
 
     def end_hanging_streams(self, stopping: threading.Event) -> None:
-        """Disconnects the clients of a decoupled model if responses are owed to any of them; takes some seconds."""
+        """Disconnects the clients of a decoupled model if responses are owed to any of them; takes some seconds.
+
+        RecoveryFailedError when this process may not do so.
+        """
         if self._clients is None:
             return
         deadline = time.monotonic() + _FREED_WITHIN_SECONDS
@@ -88,14 +107,3 @@ class Recovery:
                 "container, the capability SYS_PTRACE permits it)"
             ) from error
         _LOG.warning("model %s: closed %d connections, as the dead stub owed responses", self._model, closed)
-
-    def _load(self, stopping: threading.Event) -> None:
-        for pause in (*_LOAD_PAUSES_SECONDS, None):
-            try:
-                self._http.load(self._model)
-                return
-            except TritonRequestError as error:
-                if pause is None:
-                    raise RecoveryFailedError(f"model {self._model} cannot be loaded again: {error}") from error
-                _LOG.warning("model %s: %s; trying again", self._model, error)
-                stopping.wait(pause)

@@ -6,7 +6,8 @@ import sys
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
@@ -16,7 +17,7 @@ from corolla.server.checks import require_checks
 from corolla.server.endpoints import Endpoints, choose_endpoints
 from corolla.server.installation import Installation, find_backends
 from corolla.server.options import ServerOptions
-from corolla.server.recovery import Recovery, RecoveryFailedError
+from corolla.server.recovery import Recovery
 from corolla.server.run_directory import RunDirectory, remove_stale_run_directories
 from corolla.server.stubs import Death
 from corolla.server.triton_server import TritonServer
@@ -27,7 +28,7 @@ RESTART_WINDOW_SECONDS = 60.0
 
 _IDLE_POLL_SECONDS = 0.25
 _BUSY_POLL_SECONDS = 0.05
-_PATIENT_DEATHS = 3
+_PATIENT_DEATHS = 10
 _MAX_RELOAD_DELAY_SECONDS = 30.0
 
 _LOG = logging.getLogger("corolla.server")
@@ -172,16 +173,23 @@ class _Watch:
         self._deaths = waiting
 
     def _recover(self, death: Death) -> None:
-        model = death.stub.model
-        try:
+        with self._restart_if_impossible():
             recovery = Recovery(self._server.http, self._server.pid, self._client_ports, death)
-            self._stopping.wait(self._delay(model))
-            try:
-                recovery.reload(self._stopping)
-            finally:
-                self._recovering.discard(model)
+            recovery.unload()
+            threading.Thread(target=self._end_hanging_streams, args=(recovery,), daemon=True).start()
+            self._stopping.wait(self._delay(death.stub.model))
+            recovery.load(self._stopping)
+        self._recovering.discard(death.stub.model)
+
+    def _end_hanging_streams(self, recovery: Recovery) -> None:
+        with self._restart_if_impossible():
             recovery.end_hanging_streams(self._stopping)
-        except (RecoveryFailedError, OSError) as error:
+
+    @contextmanager
+    def _restart_if_impossible(self) -> Iterator[None]:
+        try:
+            yield
+        except (CorollaError, OSError) as error:
             self._failure = str(error)
             os.eventfd_write(self._wake, 1)
 
@@ -193,4 +201,4 @@ class _Watch:
         while history[0] < now - RESTART_WINDOW_SECONDS:
             history.popleft()
         excess = len(history) - _PATIENT_DEATHS
-        return min(2.0**excess, _MAX_RELOAD_DELAY_SECONDS) if excess > 0 else 0.0
+        return min(2.0 ** (excess - 1), _MAX_RELOAD_DELAY_SECONDS) if excess > 0 else 0.0

@@ -85,7 +85,7 @@ def _error_code(error: Exception) -> Any:
 
 def _output(name: str, value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        return pb_utils.Tensor.from_dlpack(name, value.contiguous())
+        return pb_utils.Tensor.from_dlpack(name, value.cpu().contiguous())
     return pb_utils.Tensor(name, value)
 
 

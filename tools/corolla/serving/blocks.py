@@ -58,7 +58,7 @@ class BlocksService:
         return merged.split([len(request.hidden_states) for request in group])
 
     def _run_merged(self, group: list[BlocksRequest]) -> torch.Tensor:
-        hidden_states = torch.cat([request.hidden_states for request in group])
+        hidden_states = torch.cat([request.hidden_states for request in group]).to(self.blocks.device)
         if group[0].session_ids is None:
             return self._run_whole(hidden_states, group)
         rows = [row for request in group for row in self._rows(request)]

@@ -1,13 +1,15 @@
 """Everything a served model opens when it is loaded: weights, KV arena, session table."""
 
 import os
+from collections.abc import Callable
 
 import torch
 
 from corolla.checkpoint.disk_cache import DiskCache
 from corolla.checkpoint.folder import CheckpointFolder
 from corolla.checkpoint.prepared import PreparedParts
-from corolla.kv.arena import KVArena
+from corolla.kv.arena import device_arena, host_arena
+from corolla.kv.device_exports import DeviceExports
 from corolla.kv.layout import KVLayout
 from corolla.kv.reorder import CacheReorderer
 from corolla.kv.run_directory import run_directory
@@ -26,21 +28,47 @@ class Host:
         torch.set_num_threads(model.threads or len(os.sched_getaffinity(0)))
         self.model = model
         self.checkpoint = CheckpointFolder(model.checkpoint)
-        self.parts = PreparedParts(self.checkpoint, model.dtype.torch, DiskCache.default())
+        self._directory = run_directory()
         self._layout = KVLayout.of(self.checkpoint.config, model.dtype.name, model.attn_cache_tokens, model.page_size)
+        on_device = model.device.type != "cpu"
+        self._exports = DeviceExports(self._directory / "exports") if on_device else None
+        self.parts = PreparedParts(self.checkpoint, model.dtype.torch, DiskCache.default(), model.device, self._exports)
 
     def session_table(self) -> SessionTable:
         """The server's session table."""
-        context_length = self.checkpoint.config.max_position_embeddings
-        return SessionTable(run_directory(), self._layout, context_length)
+        return SessionTable(self._directory, self._layout, self.checkpoint.config.max_position_embeddings)
 
     def token_log(self) -> TokenLog:
         """The server's log of generated tokens."""
-        return TokenLog(run_directory(), self._layout)
+        return TokenLog(self._directory, self._layout)
 
-    def blocks(self, table: SessionTable) -> BlocksService:
+    def blocks(self, table: SessionTable) -> "HostedBlocks":
         """The model's block range with its part of the KV arena."""
+        return HostedBlocks(lambda: self._open_blocks(table), self._exports)
+
+    def _open_blocks(self, table: SessionTable) -> BlocksService:
         hosted = self.model.blocks
-        arena = KVArena(run_directory(), self._layout, hosted)
+        if self._exports is None:
+            arena = host_arena(self._directory, self._layout, hosted)
+        else:
+            arena = device_arena(self._exports, self._layout, hosted, self.model.device, table.forget_block)
         steps = SessionSteps(table, hosted)
         return BlocksService(BlockRange(self.parts, hosted), arena, steps, CacheReorderer(steps, arena, hosted))
+
+
+class HostedBlocks:
+    """A BlocksService that is opened again when device memory it uses was lost with the process that owned it."""
+
+    def __init__(self, open_blocks: Callable[[], BlocksService], exports: DeviceExports | None) -> None:
+        self._open = open_blocks
+        self._exports = exports
+        self._generation = exports.generation if exports else 0
+        self._service = open_blocks()
+
+    @property
+    def current(self) -> BlocksService:
+        """The service on memory that is valid now."""
+        if self._exports is not None and self._exports.generation != self._generation:
+            self._generation = self._exports.generation
+            self._service = self._open()
+        return self._service

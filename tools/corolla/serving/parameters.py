@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from corolla.dtypes import DType, dtype_named
 from corolla.errors import CorollaError, InvalidValueError
 
@@ -18,6 +20,7 @@ class ServedModel:
 
     name: str
     checkpoint: Path
+    device: torch.device
     dtype: DType
     blocks: range
     threads: int
@@ -35,6 +38,7 @@ class ServedModel:
             return cls(
                 name=config["name"],
                 checkpoint=(repository / values["checkpoint"]).resolve(),
+                device=_device(arguments),
                 dtype=dtype_named(values["dtype"]),
                 blocks=parse_blocks(values["blocks"]) if "blocks" in values else range(0),
                 threads=_natural(values, "threads"),
@@ -46,6 +50,13 @@ class ServedModel:
             raise CorollaError(
                 f"{config['name']}/config.pbtxt: parameter {error} is missing; write the repository with `corolla init`"
             ) from error
+
+
+def _device(arguments: dict[str, str]) -> torch.device:
+    """The device that Triton assigned to the instance."""
+    if arguments["model_instance_kind"] == "GPU":
+        return torch.device("cuda", int(arguments["model_instance_device_id"]))
+    return torch.device("cpu")
 
 
 def parse_blocks(text: str) -> range:
