@@ -1,6 +1,7 @@
 """A Python client of a Corolla server, over gRPC."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
@@ -81,7 +82,8 @@ class CorollaClient:
         answers: SimpleQueue[tuple[Any, Exception | None]] = SimpleQueue()
         self._client.start_stream(lambda result, error: answers.put((result, error)))
         try:
-            self._client.async_stream_infer("generate", inputs, enable_empty_final_response=True)
+            with suppress(InferenceServerException):  # a stream that broke already has reported why
+                self._client.async_stream_infer("generate", inputs, enable_empty_final_response=True)
             yield from self._chunks(answers)
         finally:
             self._client.stop_stream(cancel_requests=True)

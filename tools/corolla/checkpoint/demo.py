@@ -5,12 +5,15 @@ import json
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from math import ceil, cos, pi
 from pathlib import Path
+from typing import Any
 
 import torch
 from filelock import FileLock
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -34,17 +37,16 @@ class DemoRecipe:
     num_heads: int = 6
     num_kv_heads: int = 2
     max_positions: int = 1024
-    initializer_range: float = 0.05
-    steps: int = 300
+    steps: int = 200
     step_tokens: int = 1024
-    window: int = 128
-    long_window_every: int = 6
-    """One pass over the text in so many is cut into windows of `max_positions` instead of `window`."""
+    windows: tuple[int, ...] = (64, 256, 64, 1024)
+    """Lengths of the windows that the text is cut into, one per pass over it, over and over."""
     piece_characters: int = 150
     """Mean length of the pieces the text is tokenized in, so that a prompt may end inside a word."""
-    learning_rate: float = 3e-3
+    learning_rate: float = 0.024
+    embedding_learning_rate: float = 0.12
+    matrix_learning_rate: float = 0.02
     warmup_steps: int = 20
-    weight_decay: float = 0.1
 
     def config(self) -> LlamaConfig:
         return LlamaConfig(
@@ -55,7 +57,6 @@ class DemoRecipe:
             num_attention_heads=self.num_heads,
             num_key_value_heads=self.num_kv_heads,
             max_position_embeddings=self.max_positions,
-            initializer_range=self.initializer_range,
             bos_token_id=END_OF_TEXT_ID,
             eos_token_id=END_OF_TEXT_ID,
             pad_token_id=END_OF_TEXT_ID,
@@ -167,17 +168,10 @@ def _train_tokenizer(texts: Sequence[str], vocab_size: int) -> Tokenizer:
 
 def _train_model(texts: Sequence[str], tokenizer: Tokenizer, recipe: DemoRecipe, progress: bool) -> LlamaForCausalLM:
     generator = torch.Generator().manual_seed(recipe.seed)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(recipe.seed)
-        model = LlamaForCausalLM(recipe.config())
-    optimizer = torch.optim.AdamW(
-        model.parameters(),
-        lr=recipe.learning_rate,
-        betas=(0.9, 0.95),
-        weight_decay=recipe.weight_decay,
-        fused=True,
-    )
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _learning_rate_factor(step, recipe))
+    model = LlamaForCausalLM(recipe.config())
+    _initialize(model, generator)
+    optimizers = _optimizers(model, recipe)
+    schedules = [LambdaLR(optimizer, lambda step: _learning_rate_factor(step, recipe)) for optimizer in optimizers]
     batches = _batches(texts, tokenizer, recipe, generator)
     with tqdm(total=recipe.steps, desc="demo checkpoint", unit="step", disable=not progress) as bar:
         for _ in range(recipe.steps):
@@ -185,12 +179,47 @@ def _train_model(texts: Sequence[str], tokenizer: Tokenizer, recipe: DemoRecipe,
             loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad()
+            for optimizer, schedule in zip(optimizers, schedules, strict=True):
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
             bar.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
             bar.update()
     return model.eval()
+
+
+def _initialize(model: LlamaForCausalLM, generator: torch.Generator) -> None:
+    """Unit embeddings, matrices that keep the scale, and nothing yet from the blocks' outputs and the head."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "embed_tokens" in name:
+                parameter.normal_(0, 1, generator=generator)
+            elif any(part in name for part in ("lm_head", "o_proj", "down_proj")):
+                parameter.zero_()
+            elif parameter.ndim == 2:
+                parameter.normal_(0, parameter.shape[1] ** -0.5, generator=generator)
+
+
+def _optimizers(model: LlamaForCausalLM, recipe: DemoRecipe) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices of the blocks, which learns such a small model by heart faster, AdamW for the rest."""
+    parameters = dict(model.named_parameters())
+    matrices = [name for name, parameter in parameters.items() if "layers" in name and parameter.ndim == 2]
+    embeddings = [name for name in parameters if "embed_tokens" in name]
+    rest = [parameter for name, parameter in parameters.items() if name not in (*matrices, *embeddings)]
+    groups: list[dict[str, Any]] = [
+        {"params": [parameters[name] for name in embeddings], "lr": recipe.embedding_learning_rate},
+        {"params": rest},
+    ]
+    return [
+        torch.optim.Muon([parameters[name] for name in matrices], lr=recipe.matrix_learning_rate, weight_decay=0.0),
+        torch.optim.AdamW(
+            groups,
+            lr=recipe.learning_rate,
+            betas=(0.9, 0.95),
+            weight_decay=0.0,
+            fused=True,
+        ),
+    ]
 
 
 def _learning_rate_factor(step: int, recipe: DemoRecipe) -> float:
@@ -206,8 +235,8 @@ def _batches(
     """Endless batches of token ids [rows, window], pass after pass over the whole text from random offsets."""
     number = 0
     while True:
+        window = recipe.windows[number % len(recipe.windows)]
         number += 1
-        window = recipe.max_positions if number % recipe.long_window_every == 0 else recipe.window
         rows = max(1, recipe.step_tokens // window)
         stream = _tokenize(texts, tokenizer, recipe.piece_characters, generator)
         stream = stream.roll(int(torch.randint(len(stream), (), generator=generator)))
@@ -226,7 +255,7 @@ def _tokenize(
         text = texts[index]
         cuts = torch.randint(len(text) + 1, (len(text) // piece_characters,), generator=generator)
         bounds = [0, *sorted(cuts.tolist()), len(text)]
-        for start, end in zip(bounds, bounds[1:], strict=False):
+        for start, end in pairwise(bounds):
             ids += tokenizer.encode(text[start:end]).ids
         ids.append(END_OF_TEXT_ID)
     return torch.tensor(ids)

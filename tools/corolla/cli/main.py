@@ -9,15 +9,17 @@ from corolla import __version__
 from corolla.errors import CorollaError
 
 COMMANDS = {
-    "cache": "corolla.cli.cache",
-    "demo-checkpoint": "corolla.cli.demo_checkpoint",
-    "doctor": "corolla.cli.doctor",
-    "generate": "corolla.cli.generate",
-    "init": "corolla.cli.init",
-    "make-checkpoint": "corolla.cli.make_checkpoint",
-    "serve": "corolla.cli.serve",
-    "sessions": "corolla.cli.sessions",
+    "cache": "Look at, shrink or empty the disk cache of prepared blocks.",
+    "demo": "Serve a repository, generate once and stop the server.",
+    "demo-checkpoint": "Train the small Llama of the demo.",
+    "doctor": "Check what a server needs on this machine; say what to do about what is missing.",
+    "generate": "Print a text and what a running server generates after it, as it comes.",
+    "init": "Write a model repository that serves a local Hugging Face checkpoint.",
+    "make-checkpoint": "Write a Llama checkpoint with seeded random weights, for benchmarks.",
+    "serve": "Serve the models of a repository until interrupted.",
+    "sessions": "Look at the KV cache of a running server; open and close sessions.",
 }
+"""What `corolla --help` says of each command. Its module has its name, with _ for -."""
 
 
 class LazyGroup(click.Group):
@@ -29,8 +31,12 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
         if name not in COMMANDS:
             return None
-        command: click.Command = importlib.import_module(COMMANDS[name]).command
+        command: click.Command = importlib.import_module(f"corolla.cli.{name.replace('-', '_')}").command
         return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(sorted(COMMANDS.items()))
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})

@@ -18,12 +18,12 @@ _PORT = click.IntRange(0, 65535)
 _EXAMPLES = """
 Try it from another terminal:
 
-  corolla generate "A block range is" --address {grpc}
+  {programs}/corolla generate "A block range is" --address {grpc}
 
   curl -N -X POST http://{http}/v2/models/generate/generate_stream \\
     -d '{{"text_input": "A block range is", "max_tokens": 32, "stream": true}}'
 
-  python - <<'EOF'
+  {programs}/python - <<'EOF'
   import numpy as np
   import tritonclient.http as triton
   client = triton.InferenceServerClient("{http}")
@@ -94,7 +94,10 @@ def command(
             if ready_file:
                 _write_ready_file(ready_file, ready)
             if examples:
-                click.echo(_EXAMPLES.format(http=ready.endpoints.http, grpc=ready.endpoints.grpc))
+                programs = Path(sys.prefix, "bin")
+                if programs.is_relative_to(Path.cwd()):
+                    programs = programs.relative_to(Path.cwd())
+                click.echo(_EXAMPLES.format(http=ready.endpoints.http, grpc=ready.endpoints.grpc, programs=programs))
 
         supervisor = Supervisor(options, announce, sink)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

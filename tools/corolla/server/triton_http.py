@@ -75,6 +75,6 @@ class TritonHttp:
 
 def _error_message(body: bytes) -> str:
     try:
-        return str(json.loads(body)["error"]).strip()
+        return str(json.loads(body)["error"]).strip("; \n")
     except (ValueError, KeyError, TypeError):
         return ""

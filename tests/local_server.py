@@ -1,0 +1,153 @@
+"""All models of a server inside the test's process, opened from a repository as their backends open them."""
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from threading import Event
+from typing import Any
+from unittest import mock
+
+import torch
+from google.protobuf import json_format, text_format
+from tritonclient.grpc.model_config_pb2 import ModelConfig
+
+from corolla.checkpoint.folder import CheckpointFolder
+from corolla.dtypes import dtype_named
+from corolla.generate.engine import GenerateEngine
+from corolla.generate.sequence import Finished
+from corolla.kv.session import OpenRequest
+from corolla.model.ends import Embedding, Head
+from corolla.repository.plan import RepositoryPlan
+from corolla.repository.writer import write_repository
+from corolla.serving.blocks import BlocksRequest, BlocksService
+from corolla.serving.hosting import Host, HostedBlocks
+from corolla.serving.parameters import ServedModel
+
+
+def make_plan(checkpoint: Path, ranges: Sequence[range], dtype: str = "float32", **options: Any) -> RepositoryPlan:
+    """A plan with one thread per process, for small models."""
+    return RepositoryPlan(
+        checkpoint=checkpoint,
+        config=CheckpointFolder(checkpoint).config,
+        dtype=dtype_named(dtype),
+        ranges=list(ranges),
+        **({"threads": 1} | options),
+    )
+
+
+def served_model(repository: Path, name: str) -> ServedModel:
+    """A model as its backend finds it in its `initialize`."""
+    config = text_format.Parse((repository / name / "config.pbtxt").read_text(), ModelConfig())
+    arguments = json_format.MessageToDict(config, preserving_proto_field_name=True)
+    return ServedModel.from_arguments(
+        {
+            "model_config": json.dumps(arguments),
+            "model_repository": str(repository / name),
+            "model_instance_kind": "CPU",
+            "model_instance_device_id": "0",
+        }
+    )
+
+
+class LocalServer:
+    """The services behind `embed`, `head`, `chain`, each range and `generate`.
+
+    Chain and ranges have nothing in common but the run directory, as in processes of their own.
+    """
+
+    def __init__(self, plan: RepositoryPlan, folder: Path) -> None:
+        self.repository = folder / "repository"
+        self.run_directory = folder / "run"
+        write_repository(plan, self.repository)
+        self._plan = plan
+        with mock.patch.dict(os.environ, COROLLA_RUN_DIR=str(self.run_directory), COROLLA_CACHE=str(folder / "cache")):
+            self.embedding = Embedding(self._host("embed").parts)
+            self.head = Head(self._host("head").parts)
+            self.table = self._host("sessions").session_table()
+            self._token_log = self._host("generate").token_log()
+            self.ranges = [self._blocks(f"blocks_{r.start:02d}_{r.stop:02d}").current for r in plan.ranges]
+            self._chain = self._blocks("chain")
+            self.chain = self._chain.current
+        self.checkpoint = CheckpointFolder(served_model(self.repository, "generate").checkpoint)
+
+    def open(self, max_length: int) -> str:
+        """The id of a new session."""
+        return self.table.open(OpenRequest(max_length)).id
+
+    def run_chain(self, hidden_states: torch.Tensor, *session: Any) -> torch.Tensor:
+        """Hidden states [B, T, H] through all blocks at once; `session` as of BlocksRequest."""
+        return run(self.chain, hidden_states, *session)
+
+    def run_ranges(self, hidden_states: torch.Tensor, *session: Any) -> torch.Tensor:
+        """Hidden states [B, T, H] through one range after the other."""
+        for service in self.ranges:
+            hidden_states = run(service, hidden_states, *session)
+        return hidden_states
+
+    def engine(self) -> GenerateEngine:
+        """A generate model of this server, to be stopped by the caller."""
+        return GenerateEngine(
+            checkpoint=self.checkpoint,
+            embedding=self.embedding,
+            head=self.head,
+            blocks=self._chain,
+            table=self.table,
+            log=self._token_log,
+            run_ranges=self._prefill,
+            max_short_tokens=self._plan.max_short_tokens,
+        )
+
+    def _prefill(self, hidden_states: torch.Tensor, session_id: str, start: int) -> None:
+        self.run_ranges(hidden_states, [session_id], [start])
+
+    def _host(self, name: str) -> Host:
+        return Host(served_model(self.repository, name))
+
+    def _blocks(self, name: str) -> HostedBlocks:
+        host = self._host(name)
+        return host.blocks(host.session_table())
+
+
+def run(service: BlocksService, hidden_states: torch.Tensor, *session: Any) -> torch.Tensor:
+    """One request, alone; its error is raised."""
+    result = service.run([BlocksRequest(hidden_states, *session)])[0]
+    if isinstance(result, Exception):
+        raise result
+    return result
+
+
+class CollectingOutput:
+    """An output that keeps what it gets."""
+
+    def __init__(self) -> None:
+        self.cancelled = False
+        self.session_id = ""
+        self.pieces: list[str] = []
+        self.finished: Finished | None = None
+        self.error: Exception | None = None
+        self._ended = Event()
+
+    def begin(self, session_id: str) -> None:
+        self.session_id = session_id
+
+    def send(self, text: str, finished: Finished | None) -> None:
+        self.pieces.append(text)
+        if finished is not None:
+            self.finished = finished
+            self._ended.set()
+
+    def fail(self, error: Exception) -> None:
+        self.error = error
+        self._ended.set()
+
+    @property
+    def has_ended(self) -> bool:
+        return self._ended.is_set()
+
+    def text(self, timeout: float = 60.0) -> str:
+        """The whole text, once it has ended."""
+        assert self._ended.wait(timeout), "the generation did not end"
+        if self.error is not None:
+            raise self.error
+        return "".join(self.pieces)

@@ -1,0 +1,270 @@
+"""`corolla init` writes a repository that a server can load, says what is wrong, and never disturbs what is there."""
+
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from google.protobuf import text_format
+from tritonclient.grpc.model_config_pb2 import TYPE_BF16, TYPE_FP32, ModelConfig
+
+from checkpoints import GROUPED, random_prompt
+from conftest import Served
+from corolla.checkpoint.demo import DemoRecipe
+from corolla.checkpoint.synthetic import make_checkpoint
+from corolla.cli.main import cli
+from corolla.dtypes import dtype_named
+from corolla.errors import CheckpointError, CorollaError, InvalidValueError
+from corolla.repository.plan import RepositoryPlan, split_evenly
+from corolla.repository.writer import repository_files
+from corolla.serving.parameters import ServedModel, parse_blocks
+from local_server import LocalServer, make_plan, served_model
+
+PROJECT = Path(__file__).parents[1]
+RANGES = [range(0, 2), range(2, 4)]
+
+
+def init(*arguments: object) -> Result:
+    return CliRunner().invoke(cli, ["init", *map(str, arguments)], catch_exceptions=True)
+
+
+def read_models(repository: Path) -> dict[str, ModelConfig]:
+    return {file.parent.name: text_format.Parse(file.read_text(), ModelConfig())
+            for file in repository.glob("*/config.pbtxt")}  # fmt: skip
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+@pytest.fixture(scope="module")
+def plan() -> RepositoryPlan:
+    return RepositoryPlan(Path("/checkpoint"), GROUPED.llama_config(), dtype_named("float32"), RANGES)
+
+
+def test_repository_has_every_model_with_a_config_and_a_version(plan: RepositoryPlan) -> None:
+    names = {"embed", "blocks_00_02", "blocks_02_04", "head", "ranges", "pipeline", "chain", "sessions", "generate"}
+    expected = {Path(name) / part for name in names for part in ("config.pbtxt", "1/.gitkeep")}
+    assert set(repository_files(plan)) == expected
+
+
+def test_every_config_names_its_folder_and_can_be_read_back(plan: RepositoryPlan) -> None:
+    for path, text in repository_files(plan).items():
+        if path.name == "config.pbtxt":
+            config = text_format.Parse(text, ModelConfig())
+            assert config.name == path.parent.name
+            assert bool(config.backend) != bool(config.platform)
+
+
+def test_ensembles_lead_from_their_inputs_to_their_outputs_through_every_range(plan: RepositoryPlan) -> None:
+    models = {str(p.parent): text_format.Parse(t, ModelConfig()) for p, t in repository_files(plan).items() if t}
+    for name, ends in (("ranges", []), ("pipeline", ["embed", "head"])):
+        config = models[name]
+        known = {tensor.name for tensor in config.input}
+        for step in config.ensemble_scheduling.step:
+            assert set(step.input_map.values()) <= known, "read before it is written"
+            assert set(step.input_map) <= {tensor.name for tensor in models[step.model_name].input}
+            assert set(step.output_map) == {tensor.name for tensor in models[step.model_name].output}
+            known |= set(step.output_map.values())
+        assert {tensor.name for tensor in config.output} <= known
+        steps = [step.model_name for step in config.ensemble_scheduling.step]
+        assert steps == [*ends[:1], "blocks_00_02", "blocks_02_04", *ends[1:]]
+        sessions = [set(step.input_map) >= {"session_id", "start_position"} for step in config.ensemble_scheduling.step]
+        assert sessions == [name == "ranges"] * len(steps)
+
+
+@pytest.mark.parametrize(("dtype", "data_type"), [("float32", TYPE_FP32), ("bfloat16", TYPE_BF16)])
+def test_hidden_states_have_the_dtype_and_logits_are_float32(plan: RepositoryPlan, dtype: str, data_type: int) -> None:
+    files = repository_files(replace(plan, dtype=dtype_named(dtype)))
+    for name in ("embed", "chain", "ranges", "head", "pipeline", "blocks_00_02"):
+        config = text_format.Parse(files[Path(name) / "config.pbtxt"], ModelConfig())
+        for tensor in [*config.input, *config.output]:
+            if "hidden_states" in tensor.name:
+                assert (tensor.data_type, list(tensor.dims)) == (data_type, [-1, 128])
+            if tensor.name == "logits":
+                assert (tensor.data_type, list(tensor.dims)) == (TYPE_FP32, [-1, 301])
+
+
+def test_no_model_uses_what_stalls_the_batcher(plan: RepositoryPlan) -> None:
+    """Queue limits, timeouts and priorities turn prefetching off, a preferred batch of 1 turns batching off."""
+    for text in repository_files(plan).values():
+        for setting in ("max_queue_size", "timeout_microseconds", "allow_timeout_override", "priority_levels"):
+            assert setting not in text.replace("max_queue_delay_microseconds", "")
+        config = text_format.Parse(text, ModelConfig()) if text else ModelConfig()
+        assert 1 not in config.dynamic_batching.preferred_batch_size
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"ranges": [range(0, 2), range(3, 4)]}, "ranges: '0:2,3:4' is not allowed; allowed: ranges that follow each"),
+        ({"ranges": [range(0, 3), range(2, 4)]}, "ranges: '0:3,2:4' "),
+        ({"ranges": [range(0, 2)]}, "ranges: '0:2' .* from 0 to 4"),
+        ({"ranges": [range(0, 5)]}, "ranges: '0:5' "),
+        ({"ranges": [range(2, 4), range(0, 2)]}, "ranges: '2:4,0:2' "),
+        ({"ranges": []}, "ranges: '' "),
+        ({"max_batch_size": 0}, "max_batch_size: 0 is not allowed; allowed: 1 to 1024"),
+        ({"threads": -1}, "threads: -1 is not allowed; allowed: 0 to 1024"),
+        ({"attn_cache_tokens": 15}, "attn_cache_tokens: 15 is not allowed; allowed: 16 to"),
+        ({"attn_cache_tokens": -16}, "attn_cache_tokens: -16 "),
+    ],
+    ids=str,
+)
+def test_plan_that_cannot_be_served_is_refused(plan: RepositoryPlan, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidValueError, match=f"^{message}"):
+        replace(plan, **changes)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "size", "expected"),
+    [(4, 2, [(0, 2), (2, 4)]), (5, 2, [(0, 2), (2, 4), (4, 5)]), (5, 5, [(0, 5)]), (1, 1, [(0, 1)])],
+)
+def test_even_split_covers_every_block_once(blocks: int, size: int, expected: list[tuple[int, int]]) -> None:
+    assert [(r.start, r.stop) for r in split_evenly(blocks, size)] == expected
+
+
+@pytest.mark.parametrize("size", [0, 6, -1])
+def test_range_size_beyond_the_model_is_refused(size: int) -> None:
+    with pytest.raises(InvalidValueError, match=f"range_size: {size} is not allowed; allowed: 1 to 5"):
+        split_evenly(5, size)
+
+
+def test_init_writes_half_of_the_model_per_range_unless_told(grouped: Served, tmp_path: Path) -> None:
+    result = init(grouped.checkpoint, "--out", tmp_path / "out")
+    assert (result.exit_code, result.exception) == (0, None)
+    assert {"blocks_00_02", "blocks_02_04"} <= set(read_models(tmp_path / "out"))
+    assert "2 ranges in bfloat16; start it with: corolla serve" in result.output
+    init(grouped.checkpoint, "--out", tmp_path / "threes", "--range-size", 3, "--dtype", "float16")
+    assert {"blocks_00_03", "blocks_03_04"} <= set(read_models(tmp_path / "threes"))
+    init(grouped.checkpoint, "--out", tmp_path / "own", "--ranges", "0:1,1:4")
+    assert {"blocks_00_01", "blocks_01_04"} <= set(read_models(tmp_path / "own"))
+
+
+def test_init_again_writes_only_what_differs_and_leaves_other_files_alone(grouped: Served, tmp_path: Path) -> None:
+    init(grouped.checkpoint, "--out", tmp_path, "--dtype", "float32")
+    (tmp_path / "notes.txt").write_text("mine")
+    before = contents(tmp_path)
+    times = {file: file.stat().st_mtime_ns for file in tmp_path.rglob("config.pbtxt")}
+    result = init(grouped.checkpoint, "--out", tmp_path, "--dtype", "float32")
+    assert "wrote" not in result.output
+    assert contents(tmp_path) == before
+    assert {file: file.stat().st_mtime_ns for file in tmp_path.rglob("config.pbtxt")} == times
+    (tmp_path / "chain" / "config.pbtxt").write_text("changed")
+    assert init(grouped.checkpoint, "--out", tmp_path, "--dtype", "float32").output.count("wrote") == 1
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (["--ranges", "0:2"], InvalidValueError, "ranges: '0:2' is not allowed; allowed: .* from 0 to 4"),
+        (["--ranges", "0-2,2-4"], InvalidValueError, "blocks: '0-2' is not allowed; allowed: start:end .* such as 0:4"),
+        (["--ranges", ""], InvalidValueError, "blocks: '' "),
+        (["--ranges", "0:4", "--range-size", "2"], InvalidValueError, "--range-size: 2 .* not both"),
+        (["--range-size", "9"], InvalidValueError, "range_size: 9 is not allowed; allowed: 1 to 4"),
+        (["--max-batch-size", "0"], InvalidValueError, "max_batch_size: 0 "),
+        (["--attn-cache-tokens", "3"], InvalidValueError, "attn_cache_tokens: 3 "),
+        (["--threads", "-2"], InvalidValueError, "threads: -2 "),
+    ],
+    ids=str,
+)
+def test_init_refuses_and_writes_nothing(
+    grouped: Served, tmp_path: Path, arguments: list[str], error: type[CorollaError], message: str
+) -> None:
+    result = init(grouped.checkpoint, "--out", tmp_path / "out", *arguments)
+    assert isinstance(result.exception, error)
+    with pytest.raises(error, match=f"^{message}"):
+        raise result.exception
+    assert not (tmp_path / "out").exists()
+
+
+def test_init_without_a_checkpoint_says_what_it_wants(tmp_path: Path) -> None:
+    result = init(tmp_path / "nowhere", "--out", tmp_path / "out")
+    assert isinstance(result.exception, CheckpointError)
+    assert "give a folder in Hugging Face format" in str(result.exception)
+
+
+def test_dtype_auto_keeps_half_precision_and_turns_float32_into_bfloat16(tmp_path: Path) -> None:
+    for stored, served in (("float16", "float16"), ("bfloat16", "bfloat16"), ("float32", "bfloat16")):
+        checkpoint, out = tmp_path / stored, tmp_path / f"{stored}-out"
+        make_checkpoint(GROUPED.llama_config(), dtype_named(stored), 0, checkpoint)
+        init(checkpoint, "--out", out)
+        assert read_models(out)["chain"].parameters["dtype"].string_value == served
+
+
+def test_repository_moved_together_with_its_checkpoint_still_works(grouped: Served, tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "elsewhere" / "second"
+    shutil.copytree(grouped.checkpoint, first / "models" / "llama")
+    plan = make_plan(first / "models" / "llama", GROUPED.ranges, attn_cache_tokens=64)
+    init(plan.checkpoint, "--out", first / "repository", "--dtype", "float32", "--relative", "--attn-cache-tokens", 64)
+    second.parent.mkdir()
+    first.rename(second)
+    model = served_model(second / "repository", "chain")
+    assert model.checkpoint == second / "models" / "llama"
+    assert model.blocks == range(0, 4)
+    server = LocalServer(replace(plan, checkpoint=Path("../models/llama")), second)
+    input_ids = torch.tensor([random_prompt(20, seed=20)])
+    logits = server.head(server.run_ranges(server.embedding(input_ids)))
+    torch.testing.assert_close(logits, grouped.reference.logits(input_ids), rtol=0, atol=1e-4)
+
+
+def test_absolute_checkpoint_is_found_from_a_repository_anywhere(grouped: Served, tmp_path: Path) -> None:
+    init(os.path.relpath(grouped.checkpoint), "--out", tmp_path / "here", "--dtype", "float32")
+    (tmp_path / "here").rename(tmp_path / "there")
+    assert served_model(tmp_path / "there", "generate").checkpoint == grouped.checkpoint
+
+
+def test_config_without_a_parameter_is_refused_with_what_to_do(grouped: Served, tmp_path: Path) -> None:
+    init(grouped.checkpoint, "--out", tmp_path)
+    file = tmp_path / "chain" / "config.pbtxt"
+    config = text_format.Parse(file.read_text(), ModelConfig())
+    del config.parameters["page_size"]
+    file.write_text(text_format.MessageToString(config))
+    with pytest.raises(CorollaError, match=r"chain/config.pbtxt: parameter 'page_size' is missing; .*corolla init"):
+        served_model(tmp_path, "chain")
+
+
+@pytest.mark.parametrize(
+    ("parameter", "value", "message"),
+    [
+        ("threads", "two", "threads: 'two' is not allowed; allowed: a whole number, 0 or more"),
+        ("attn_cache_tokens", "-1", "attn_cache_tokens: '-1' "),
+        ("dtype", "int8", "dtype: 'int8' is not allowed; allowed: float32, float16, bfloat16"),
+        ("blocks", "4", "blocks: '4' is not allowed; allowed: start:end"),
+    ],
+)
+def test_config_with_a_wrong_parameter_is_refused(
+    grouped: Served, tmp_path: Path, parameter: str, value: str, message: str
+) -> None:
+    init(grouped.checkpoint, "--out", tmp_path)
+    file = tmp_path / "chain" / "config.pbtxt"
+    config = text_format.Parse(file.read_text(), ModelConfig())
+    config.parameters[parameter].string_value = value
+    file.write_text(text_format.MessageToString(config))
+    with pytest.raises(InvalidValueError, match=f"^{message}"):
+        served_model(tmp_path, "chain")
+
+
+def test_config_without_parameters_at_all_is_refused_with_what_to_do() -> None:
+    arguments = {"model_config": '{"name": "chain", "parameters": {}}', "model_repository": "/repository/chain"}
+    with pytest.raises(CorollaError, match=r"chain/config.pbtxt: parameter .* is missing; .*corolla init"):
+        ServedModel.from_arguments(arguments)
+
+
+@pytest.mark.parametrize("text", ["", "3", ":", "1:", ":2", "2:2", "3:1", "-1:2", "a:b", "0:1:2", "0.0:1"])
+def test_blocks_that_are_no_range_are_refused(text: str) -> None:
+    with pytest.raises(InvalidValueError, match="such as 0:4"):
+        parse_blocks(text)
+
+
+def test_committed_repository_is_what_init_writes_for_the_demo_checkpoint(tmp_path: Path) -> None:
+    """corolla init .cache/demo-checkpoint --out model_repository --dtype float32 --relative"""
+    make_checkpoint(DemoRecipe().config(), dtype_named("float32"), 0, tmp_path / ".cache" / "demo-checkpoint")
+    out = tmp_path / "model_repository"
+    result = init(tmp_path / ".cache" / "demo-checkpoint", "--out", out, "--dtype", "float32", "--relative")
+    assert result.exit_code == 0
+    assert contents(PROJECT / "model_repository") == contents(out)

@@ -1,0 +1,49 @@
+"""`corolla demo-checkpoint`: train the demo checkpoint on this project's documentation."""
+
+import os
+import shutil
+from pathlib import Path
+
+import click
+
+import corolla
+from corolla.errors import CheckpointError
+
+DEFAULT_CORPUS = ("README.md", "docs/architecture.md")
+
+
+def _project_root() -> Path | None:
+    """The folder that holds pyproject.toml above the package; None when it was installed without one."""
+    return next((p for p in Path(corolla.__file__).resolve().parents if (p / "pyproject.toml").is_file()), None)
+
+
+@click.command(
+    epilog="""\b
+    Example:
+      corolla demo-checkpoint
+      corolla demo-checkpoint --out ./demo --corpus notes.md --corpus more.md"""
+)
+@click.option(
+    "--out", type=click.Path(path_type=Path), help="Folder to write. [default: .cache/demo-checkpoint of the project]"
+)
+@click.option(
+    "--corpus",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    multiple=True,
+    help="Text to learn; may be given repeatedly. [default: README.md and docs/architecture.md of the project]",
+)
+@click.option("--force", is_flag=True, help="Train even if the checkpoint is up to date.")
+def command(out: Path | None, corpus: tuple[Path, ...], force: bool) -> None:
+    """Train a Llama of 8 blocks on the project's documentation, in a minute or so, unless that is done already."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # else its threads spin, which other load makes very slow
+    from corolla.checkpoint.demo import ensure_demo_checkpoint
+
+    root = _project_root()
+    if root is None and not (out and corpus):
+        raise CheckpointError("no project folder around the installed package: give --out and --corpus")
+    texts = list(corpus) or [(root or Path()) / name for name in DEFAULT_CORPUS]
+    folder = out or (root or Path()) / ".cache" / "demo-checkpoint"
+    if force and folder.exists():
+        shutil.rmtree(folder)
+    trained = ensure_demo_checkpoint(texts, folder)
+    click.echo(f"{folder}: {'trained' if trained else 'up to date'}")
