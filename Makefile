@@ -4,7 +4,7 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 REPOSITORY ?= model_repository
-PROMPT ?= A block range is
+PROMPT ?= The session table is
 STAMP := $(VENV)/.installed
 
 # Idle threads sleep: spinning ones of several processes starve each other.

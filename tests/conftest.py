@@ -79,6 +79,8 @@ def serve(case: Case, folder: Path, dtype: str, attn_cache_tokens: int) -> Itera
     write_repository(plan, folder / "repository")
     with RunningServer(folder / "repository", env={"COROLLA_CACHE": str(folder / "cache")}) as server:
         yield Remote(case, server, Reference(checkpoint, plan.dtype.torch))
+        assert server.stop() == 0
+        assert "Exit timeout expired" not in server.log, "a model could not be unloaded"
 
 
 @pytest.fixture(scope="session")

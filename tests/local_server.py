@@ -128,6 +128,9 @@ class CollectingOutput:
         self.error: Exception | None = None
         self._ended = Event()
 
+    def poll(self) -> None:
+        """Cancelled is what the test says."""
+
     def begin(self, session_id: str) -> None:
         self.session_id = session_id
 

@@ -10,11 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-from google.protobuf import text_format
-from tritonclient.grpc.model_config_pb2 import ModelConfig
 
-from corolla.checkpoint.folder import CheckpointFolder
 from corolla.client import CorollaClient
+from corolla.repository.reading import checkpoint_of
 from servers import RunningServer
 
 SHARED_FACTOR = 1.25
@@ -54,9 +52,7 @@ def measure(server: RunningServer, repository: Path) -> MemoryReport:
 
 
 def _weights(repository: Path) -> int:
-    config = text_format.Parse((repository / "chain" / "config.pbtxt").read_text(), ModelConfig())
-    checkpoint = CheckpointFolder(repository / config.parameters["checkpoint"].string_value)
-    return sum(file.stat().st_size for file in checkpoint.path.glob("*.safetensors"))
+    return sum(file.stat().st_size for file in checkpoint_of(repository).glob("*.safetensors"))
 
 
 def main() -> None:

@@ -196,6 +196,16 @@ def test_dtype_auto_keeps_half_precision_and_turns_float32_into_bfloat16(tmp_pat
         assert read_models(out)["chain"].parameters["dtype"].string_value == served
 
 
+def test_dtype_that_cannot_be_served_must_be_replaced_by_name(grouped: Served, tmp_path: Path) -> None:
+    checkpoint = Path(shutil.copytree(grouped.checkpoint, tmp_path / "checkpoint"))
+    config = checkpoint / "config.json"
+    config.write_text(config.read_text().replace('"dtype": "float32"', '"dtype": "float64"'))
+    refused = init(checkpoint, "--out", tmp_path / "out").exception
+    assert isinstance(refused, InvalidValueError)
+    assert "config.json: dtype: 'float64' is not allowed; allowed: float32, float16, bfloat16" in str(refused)
+    assert init(checkpoint, "--out", tmp_path / "out", "--dtype", "float32").exit_code == 0
+
+
 def test_repository_moved_together_with_its_checkpoint_still_works(grouped: Served, tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "elsewhere" / "second"
     shutil.copytree(grouped.checkpoint, first / "models" / "llama")

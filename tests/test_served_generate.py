@@ -216,6 +216,13 @@ def test_client_tells_the_servers_error(remote: Remote) -> None:
     assert text_streamed(remote, prompt_of(6)) == expected_text(remote, prompt_of(6))
 
 
+@pytest.mark.parametrize("options", [{"max_tokens": 2**40}, {"max_tokens": "many"}, {"random_seed": -1}])
+def test_client_names_a_value_that_fits_no_tensor(remote: Remote, options: dict[str, Any]) -> None:
+    (name,) = options
+    with pytest.raises(CorollaError, match=f"{name}: .* is not allowed; allowed: what fits into"):
+        streamed(remote, prompt_of(6), **options)
+
+
 def test_client_says_when_no_server_answers() -> None:
     with CorollaClient("127.0.0.1:9") as client, pytest.raises(CorollaError, match=r"127.0.0.1:9"):
         list(client.generate("t5"))

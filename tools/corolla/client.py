@@ -10,7 +10,7 @@ import numpy as np
 import tritonclient.grpc as grpc_client
 from tritonclient.utils import InferenceServerException, triton_to_np_dtype
 
-from corolla.errors import CorollaError
+from corolla.errors import CorollaError, InvalidValueError
 
 DEFAULT_ADDRESS = "127.0.0.1:8001"
 
@@ -127,15 +127,19 @@ class CorollaClient:
 
 def _input(name: str, datatype: str, values: list[Any]) -> grpc_client.InferInput:
     """An input [1, N] of a model that batches."""
-    return _tensor(name, datatype, np.array([values], triton_to_np_dtype(datatype)))
+    return _tensor(name, datatype, [values])
 
 
 def _flat_input(name: str, datatype: str, value: str | float) -> grpc_client.InferInput:
     """An input [1] of a model that does not."""
-    return _tensor(name, datatype, np.array([value], triton_to_np_dtype(datatype)))
+    return _tensor(name, datatype, [value])
 
 
-def _tensor(name: str, datatype: str, values: np.ndarray) -> grpc_client.InferInput:
+def _tensor(name: str, datatype: str, nested: list[Any]) -> grpc_client.InferInput:
+    try:
+        values = np.array(nested, triton_to_np_dtype(datatype))
+    except (TypeError, ValueError, OverflowError) as error:
+        raise InvalidValueError(name, nested[0], f"what fits into {datatype}") from error
     tensor = grpc_client.InferInput(name, list(values.shape), datatype)
     tensor.set_data_from_numpy(values)
     return tensor

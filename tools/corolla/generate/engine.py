@@ -107,7 +107,8 @@ class GenerateEngine:
     def _admit(self, sequence: Sequence) -> None:
         with self._failing(sequence):
             max_length = len(sequence.prompt_ids) + sequence.max_tokens
-            session = self._table.open(OpenRequest(max_length, OPEN_TIMEOUT, idle_timeout=KEEP_BROKEN_OFF))
+            request = OpenRequest(max_length, OPEN_TIMEOUT, idle_timeout=KEEP_BROKEN_OFF)
+            session = self._table.open(request, partial(_is_cancelled, sequence))
             self._log.begin(session, sequence.prompt_ids)
             self._attach(sequence, session)
             self._prefill(sequence)
@@ -131,9 +132,9 @@ class GenerateEngine:
             sequence.output.send(text, finished)
             if finished is not None:
                 self._release(sequence)
-                return
-            self._prefill(sequence)
-            self._loop.join(sequence)
+            else:
+                self._prefill(sequence)
+                self._loop.join(sequence)
 
     def _attach(self, sequence: Sequence, session: Session) -> None:
         with self._guard:
@@ -159,7 +160,7 @@ class GenerateEngine:
         end = len(sequence.token_ids) - 1
         if end - sequence.cached < self._max_short_tokens:
             return
-        while sequence.cached < end and not sequence.output.cancelled:
+        while sequence.cached < end and not _is_cancelled(sequence):
             chunk = sequence.token_ids[sequence.cached : min(sequence.cached + PREFILL_CHUNK, end)]
             self._run_ranges(self._embedding(torch.tensor([chunk])), sequence.session_id, sequence.cached)
             sequence.cached += len(chunk)
@@ -185,6 +186,11 @@ class GenerateEngine:
             self._table.close(sequence.session_id)
         except UnknownSessionError:
             logger.info("the session of a generation was closed by somebody else")
+
+
+def _is_cancelled(sequence: Sequence) -> bool:
+    sequence.output.poll()
+    return sequence.output.cancelled
 
 
 def _max_tokens(request: GenerationRequest, prompt_length: int, room: int) -> int:

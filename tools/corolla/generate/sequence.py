@@ -28,6 +28,9 @@ class Output(Protocol):
     def cancelled(self) -> bool:
         """Whether nobody waits for the text any more."""
 
+    def poll(self) -> None:
+        """Asks for a look whether anybody still waits; `cancelled` tells it soon."""
+
     def begin(self, session_id: str) -> None:
         """Tells the session by which a broken off generation can be gone on with."""
 

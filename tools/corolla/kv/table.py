@@ -24,6 +24,8 @@ PATIENCE = 1.0
 """Seconds after which a waiting request is not overtaken any more by later ones that would fit."""
 POLL = 0.002
 """Seconds between looks at the table while waiting for room."""
+CANCEL_POLL_NS = 100_000_000
+"""Nanoseconds between questions whether a waiting request was cancelled."""
 
 _SCHEMA = """
 PRAGMA journal_mode = WAL;
@@ -96,8 +98,12 @@ class SessionTable:
                 ),
             )
             self._grant(connection)
+        look_at = now_ns()
         while (session := self._find(session_id)) is None:
-            if now_ns() >= deadline or is_cancelled():
+            if now_ns() >= look_at:
+                look_at = now_ns() + CANCEL_POLL_NS
+                deadline = now_ns() if is_cancelled() else deadline
+            if now_ns() >= deadline:
                 return self._last_look(session_id, request)
             time.sleep(POLL)
             if self._may_have_room(session_id):

@@ -53,6 +53,11 @@ class ResponseStream:
         self._session_id = ""
         self.cancelled = False
 
+    def poll(self) -> None:
+        """See corolla.generate.sequence.Output."""
+        with self._lock:
+            self._schedule()
+
     def begin(self, session_id: str) -> None:
         """See corolla.generate.sequence.Output."""
         self._session_id = session_id
@@ -72,6 +77,8 @@ class ResponseStream:
 
     def flush(self) -> None:
         """Sends what has piled up; notices that the client is gone. Called by the stream's thread alone."""
+        if self.cancelled:
+            return
         with self._lock:
             self._scheduled = False
             ended = self._finished is not None or self._error is not None
@@ -85,6 +92,7 @@ class ResponseStream:
                 self._sender.send(response(**self._session(), **_last(text, finished)), flags=FINAL)
             elif self._sender.is_cancelled():
                 self.cancelled = True
+                self._sender.send(flags=FINAL)  # without it, Triton never unloads the model
             elif self._streaming and text:
                 self._sender.send(response(text_output=_bytes(text), **self._session()))
         except Exception:

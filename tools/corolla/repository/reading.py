@@ -1,0 +1,27 @@
+"""What a written model repository says."""
+
+from pathlib import Path
+
+from google.protobuf import text_format
+from tritonclient.grpc.model_config_pb2 import ModelConfig
+
+from corolla.dtypes import DType, dtype_named
+from corolla.errors import CheckpointError
+
+
+def checkpoint_of(repository: Path) -> Path:
+    """The checkpoint folder that a repository serves; CheckpointError when it is none of Corolla's."""
+    return (repository / _chain_parameter(repository, "checkpoint")).resolve()
+
+
+def dtype_of(repository: Path) -> DType:
+    """The dtype that a repository serves in; CheckpointError when it is none of Corolla's."""
+    return dtype_named(_chain_parameter(repository, "dtype"))
+
+
+def _chain_parameter(repository: Path, name: str) -> str:
+    file = repository / "chain" / "config.pbtxt"
+    if not file.is_file():
+        raise CheckpointError(f"{repository}: no model repository of Corolla; write one with `corolla init`")
+    value: str = text_format.Parse(file.read_text(), ModelConfig()).parameters[name].string_value
+    return value
