@@ -136,10 +136,13 @@ def _flat_input(name: str, datatype: str, value: str | float) -> grpc_client.Inf
 
 
 def _tensor(name: str, datatype: str, nested: list[Any]) -> grpc_client.InferInput:
+    exact = np.array(nested, object)
     try:
-        values = np.array(nested, triton_to_np_dtype(datatype))
+        values = exact.astype(triton_to_np_dtype(datatype))
     except (TypeError, ValueError, OverflowError) as error:
         raise InvalidValueError(name, nested[0], f"what fits into {datatype}") from error
+    if np.issubdtype(values.dtype, np.integer) and (values != exact).any():
+        raise InvalidValueError(name, nested[0], f"what fits into {datatype}")
     tensor = grpc_client.InferInput(name, list(values.shape), datatype)
     tensor.set_data_from_numpy(values)
     return tensor

@@ -14,24 +14,21 @@ def replay(
     Returns the text that its client has not received yet, and how the generation ended if it had. The
     request's text is the prompt, with or without the text received; InvalidValueError for any other.
     """
-    received = _received(sequence, tokenizer)
     text, finished = "", None
     for token_id in new_token_ids:
         piece, finished = sequence.append(token_id)
         text += piece
         if finished is not None:
             break
-    if not text.startswith(received):
-        raise InvalidValueError("text_input", sequence.request.text_input, "the prompt and the text received after it")
+    received = _received(sequence, text, tokenizer)
     sequence.chooser.skip(sequence.new_tokens, vocabulary)
     return text[len(received) :], finished
 
 
-def _received(sequence: Sequence, tokenizer: PreTrainedTokenizerBase) -> str:
+def _received(sequence: Sequence, said: str, tokenizer: PreTrainedTokenizerBase) -> str:
+    """The end of the request's text that is a beginning of `said`, where what is before it is the prompt."""
     text = sequence.request.text_input
-    if tokenizer(text).input_ids == sequence.prompt_ids:
-        return ""
-    prompt = tokenizer.decode(sequence.prompt_ids, skip_special_tokens=True)
-    if not text.startswith(prompt):
-        raise InvalidValueError("text_input", text, "the session's prompt, with or without the text received after it")
-    return text[len(prompt) :]
+    for end in range(max(0, len(text) - len(said)), len(text) + 1):
+        if said.startswith(text[end:]) and tokenizer(text[:end]).input_ids == sequence.prompt_ids:
+            return text[end:]
+    raise InvalidValueError("text_input", text, "the session's prompt, with or without the text received after it")
