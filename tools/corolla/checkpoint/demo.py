@@ -2,12 +2,12 @@
 
 import hashlib
 import json
-import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from math import ceil, cos, pi
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -130,23 +130,21 @@ def _replace_checkpoint(texts: Sequence[str], out: Path, recipe: DemoRecipe, pro
     tokenizer = _train_tokenizer(texts, recipe.vocab_size)
     model = _train_model(texts, tokenizer, recipe, progress)
 
-    partial, old = Path(f"{out}.partial"), Path(f"{out}.old")
-    shutil.rmtree(partial, ignore_errors=True)
-    shutil.rmtree(old, ignore_errors=True)
-    weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
-    model.save_pretrained(partial, max_shard_size=ceil(weight_bytes * 0.6))
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token=END_OF_TEXT,
-        eos_token=END_OF_TEXT,
-        pad_token=END_OF_TEXT,
-        model_max_length=recipe.max_positions,
-    ).save_pretrained(partial)
-    (partial / FINGERPRINT_FILE).write_text(_fingerprint(texts, recipe) + "\n")
-    if out.exists():
-        out.rename(old)
-    partial.rename(out)
-    shutil.rmtree(old, ignore_errors=True)
+    with TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as scratch:
+        new, old = Path(scratch, "new"), Path(scratch, "old")
+        weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
+        model.save_pretrained(new, max_shard_size=ceil(weight_bytes * 0.6))
+        PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer,
+            bos_token=END_OF_TEXT,
+            eos_token=END_OF_TEXT,
+            pad_token=END_OF_TEXT,
+            model_max_length=recipe.max_positions,
+        ).save_pretrained(new)
+        (new / FINGERPRINT_FILE).write_text(_fingerprint(texts, recipe) + "\n")
+        if out.exists():
+            out.rename(old)
+        new.rename(out)
 
 
 def _train_tokenizer(texts: Sequence[str], vocab_size: int) -> Tokenizer:

@@ -1,7 +1,6 @@
 """`corolla demo-checkpoint`: train the demo checkpoint on this project's documentation."""
 
 import os
-import shutil
 from pathlib import Path
 
 import click
@@ -9,12 +8,18 @@ import click
 import corolla
 from corolla.errors import CheckpointError
 
-DEFAULT_CORPUS = ("README.md", "docs/architecture.md")
-
 
 def _project_root() -> Path | None:
     """The folder that holds pyproject.toml above the package; None when it was installed without one."""
     return next((p for p in Path(corolla.__file__).resolve().parents if (p / "pyproject.toml").is_file()), None)
+
+
+def _documentation(root: Path) -> list[Path]:
+    """The pages that explain in prose; the fewer there are, the better they are learnt in the time."""
+    files = [file for file in (root / "README.md", root / "docs" / "architecture.md") if file.is_file()]
+    if not files:
+        raise CheckpointError(f"{root} holds neither README.md nor docs/architecture.md; name text files with --corpus")
+    return files
 
 
 @click.command(
@@ -36,14 +41,16 @@ def _project_root() -> Path | None:
 def command(out: Path | None, corpus: tuple[Path, ...], force: bool) -> None:
     """Train a Llama of 8 blocks on the project's documentation, in a minute or so, unless that is done already."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # else its threads spin, which other load makes very slow
-    from corolla.checkpoint.demo import ensure_demo_checkpoint
+    from corolla.checkpoint.demo import ensure_demo_checkpoint, train_demo_checkpoint
 
     root = _project_root()
     if root is None and not (out and corpus):
         raise CheckpointError("no project folder around the installed package: give --out and --corpus")
-    texts = list(corpus) or [(root or Path()) / name for name in DEFAULT_CORPUS]
+    texts = list(corpus) or _documentation(root or Path())
     folder = out or (root or Path()) / ".cache" / "demo-checkpoint"
-    if force and folder.exists():
-        shutil.rmtree(folder)
-    trained = ensure_demo_checkpoint(texts, folder)
+    if force:
+        train_demo_checkpoint(texts, folder)
+        trained = True
+    else:
+        trained = ensure_demo_checkpoint(texts, folder)
     click.echo(f"{folder}: {'trained' if trained else 'up to date'}")
