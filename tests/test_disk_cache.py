@@ -67,11 +67,44 @@ def test_what_cannot_fit_beside_mapped_entries_is_an_error_that_names_the_limit(
     assert stored(tmp_path) == ["k/a"]
 
 
-def test_pruning_removes_what_a_killed_writer_left(tmp_path: Path) -> None:
-    (tmp_path / "k").mkdir()
-    (tmp_path / "k" / "a.part").write_bytes(b"half")
-    DiskCache(tmp_path, None).prune(0)
-    assert not (tmp_path / "k" / "a.part").exists()
+def kill_a_writer(folder: Path, name: str) -> None:
+    """Kills a process whose file is written but not in place yet."""
+    code = (
+        "import sys, time, torch, pathlib; from corolla.checkpoint import disk_cache\n"
+        "disk_cache._flush = lambda file: (print('written', flush=True), time.sleep(60))\n"
+        "cache = disk_cache.DiskCache(pathlib.Path(sys.argv[1]), None)\n"
+        f"cache.get(sys.argv[2], lambda: {{'weight': torch.ones({KIBIBYTES * 256})}})"
+    )
+    writer = subprocess.Popen([sys.executable, "-c", code, str(folder), name], stdout=subprocess.PIPE)
+    assert writer.stdout is not None
+    assert writer.stdout.readline() == b"written\n"
+    writer.kill()
+    writer.wait()
+
+
+def bytes_under(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+def test_what_a_killed_writer_left_is_no_entry_and_goes_with_the_next_pruning(tmp_path: Path) -> None:
+    kill_a_writer(tmp_path, "k/a")
+    assert stored(tmp_path) == []
+    assert bytes_under(tmp_path) > 0
+    DiskCache(tmp_path, None).prune(10**9)
+    assert bytes_under(tmp_path) == 0
+
+
+def test_the_next_writer_replaces_what_a_killed_one_left(tmp_path: Path) -> None:
+    kill_a_writer(tmp_path, "k/a")
+    DiskCache(tmp_path, None).get("k/a", tensors)
+    assert stored(tmp_path) == ["k/a"]
+    assert bytes_under(tmp_path) == (tmp_path / "k" / "a.safetensors").stat().st_size
+
+
+def test_eviction_does_not_take_the_folder_of_an_entry_being_written(tmp_path: Path) -> None:
+    fill_from_another_process(tmp_path, "k/a")
+    DiskCache(tmp_path, limit=int(1.5 * KIBIBYTES * 1024)).get("k/b", tensors)
+    assert stored(tmp_path) == ["k/b"]
 
 
 def test_damaged_entry_is_named_with_what_to_do(tmp_path: Path) -> None:

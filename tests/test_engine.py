@@ -174,7 +174,7 @@ def test_prompt_without_a_token_is_refused_at_once(grouped: Served, tmp_path: Pa
     tokenizer["pre_tokenizer"] = {"type": "Whitespace"}
     (checkpoint / "tokenizer.json").write_text(json.dumps(tokenizer))
     engine = LocalServer(make_plan(checkpoint, GROUPED.ranges, attn_cache_tokens=64), tmp_path).engine()
-    with pytest.raises(InvalidValueError, match=r"text_input: .* 1 to 511 tokens"):
+    with pytest.raises(InvalidValueError, match=r"text_input: .* 1 to 63 tokens"):
         engine.start(GenerationRequest(" "), CollectingOutput())
     engine.stop()
 

@@ -39,7 +39,8 @@ def parts_of(checkpoint: Path, cache: Path, dtype: torch.dtype = torch.float32) 
 
 
 def stored(cache: Path) -> list[Path]:
-    return sorted(cache.glob("**/*.safetensors"))
+    """Entries; what a writer is busy with lies apart in `unfinished`."""
+    return sorted(file for file in cache.glob("**/*.safetensors") if "unfinished" not in file.parts)
 
 
 def in_process(act: Callable[[], None]) -> multiprocessing.process.BaseProcess:

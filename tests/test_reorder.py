@@ -1,6 +1,8 @@
 """Beam search on the shared cache: rows take over each other's caches."""
 
 import random
+from collections.abc import Callable
+from contextlib import suppress
 
 import pytest
 import torch
@@ -30,12 +32,20 @@ class Beams:
         for session_id in self.ids:
             self._server.table.close(session_id)
 
-    def step(self, sources: list[int], way: str, repetitions: int = 1) -> None:
+    def step(
+        self,
+        sources: list[int],
+        way: str,
+        repetitions: int = 1,
+        before: Callable[[int], None] = lambda repetition: None,
+    ) -> None:
         start = len(self.tokens[0])
         new = [[self._random.randrange(VOCABULARY)] for _ in self.ids]
         run = self._server.run_chain if way == "chain" else self._server.run_ranges
-        for _ in range(repetitions):
-            output = run(self._embed(new), self.ids, [start] * 3, sources)
+        for repetition in range(repetitions):
+            before(repetition)
+            with suppress(ZeroDivisionError):
+                output = run(self._embed(new), self.ids, [start] * 3, sources)
         self.tokens = [[*self.tokens[source], *token] for source, token in zip(sources, new, strict=True)]
         expected = self._server.run_chain(self._embed(self.tokens))[:, -1:]
         torch.testing.assert_close(output, expected, atol=TOLERANCE, rtol=0)
@@ -61,6 +71,19 @@ def test_repeated_reordering_step_is_not_applied_twice(beams: Beams) -> None:
     beams.step([1, 0, 2], "chain")
     for sources in ([1, 0, 2], [2, 2, 0], [1, 2, 0]):
         beams.step(sources, "chain", repetitions=3)
+
+
+def test_repeated_reordering_that_was_cut_off_is_not_applied_twice(
+    grouped: Served, beams: Beams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cut_off(repetition: int) -> None:
+        if repetition == 1:
+            monkeypatch.setattr(grouped.server.chain.blocks, "step", lambda *_: 1 / 0)
+        elif repetition == 2:
+            monkeypatch.undo()
+
+    beams.step([1, 0, 2], "chain")
+    beams.step([1, 0, 2], "chain", repetitions=3, before=cut_off)
 
 
 def test_pages_that_rows_have_in_common_are_not_copied_again(grouped: Served, beams: Beams) -> None:

@@ -1,13 +1,15 @@
 """Opens, closes and describes sessions. An open that has to wait answers later and holds up nobody."""
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from threading import Semaphore
 
 import numpy as np
 
-from corolla.errors import InvalidValueError
+from corolla.errors import CorollaError, InvalidValueError, OverloadedError
 from corolla.kv.session import OpenRequest
-from corolla.serving.adapter import FINAL, answered, response, scalar
+from corolla.kv.table import CacheFullError
+from corolla.serving.adapter import FINAL, answered, error_response, response, scalar
 from corolla.serving.hosting import Host
 from corolla.serving.parameters import ServedModel
 from corolla.serving.reaper import Reaper
@@ -23,6 +25,7 @@ class TritonPythonModel:
         table = Host(ServedModel.from_arguments(args)).session_table()
         self._service = SessionsService(table)
         self._reaper = Reaper(table)
+        self._places = Semaphore(MAX_WAITING)
         self._waiting = ThreadPoolExecutor(MAX_WAITING, thread_name_prefix="open")
 
     def execute(self, requests):
@@ -40,11 +43,21 @@ class TritonPythonModel:
         opening = answered(lambda: _read_open(request))
         if not isinstance(opening, OpenRequest):
             return opening
+        try:
+            return _reply(self._service.open(replace(opening, timeout=0.0), sender.is_cancelled))
+        except CacheFullError as error:
+            if not opening.timeout:
+                return error_response(error)
+        except CorollaError as error:
+            return error_response(error)
+        if not self._places.acquire(blocking=False):
+            return error_response(OverloadedError(f"{MAX_WAITING} requests wait already; retry later"))
         self._waiting.submit(self._open, opening, sender)
         return None
 
     def _open(self, opening, sender):
         answer = answered(lambda: _reply(self._service.open(opening, sender.is_cancelled)))
+        self._places.release()
         sender.send(answer, flags=FINAL)
 
     def _answer(self, request):

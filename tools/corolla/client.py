@@ -80,13 +80,15 @@ class CorollaClient:
                 raise CorollaError(f"{name}: no option of generate; options: {', '.join(sorted(_OPTIONS))}")
             inputs.append(_input(name, _OPTIONS[name], list(value) if isinstance(value, list | tuple) else [value]))
         answers: SimpleQueue[tuple[Any, Exception | None]] = SimpleQueue()
+        ended = False
         self._client.start_stream(lambda result, error: answers.put((result, error)))
         try:
             with suppress(InferenceServerException):  # a stream that broke already has reported why
                 self._client.async_stream_infer("generate", inputs, enable_empty_final_response=True)
             yield from self._chunks(answers)
-        finally:
-            self._client.stop_stream(cancel_requests=True)
+            ended = True
+        finally:  # a cancellation just after the end can keep Triton from ever unloading the model
+            self._client.stop_stream(cancel_requests=not ended)
 
     def sessions(self, operation: str, **fields: str | float | None) -> dict[str, Any]:
         """Calls the `sessions` model: open, close or stat; the reply's fields by name (docs/protocol.md).
@@ -136,16 +138,22 @@ def _flat_input(name: str, datatype: str, value: str | float) -> grpc_client.Inf
 
 
 def _tensor(name: str, datatype: str, nested: list[Any]) -> grpc_client.InferInput:
-    exact = np.array(nested, object)
+    dtype = np.dtype(triton_to_np_dtype(datatype))
     try:
-        values = exact.astype(triton_to_np_dtype(datatype))
-    except (TypeError, ValueError, OverflowError) as error:
+        values = np.array(nested, np.float64 if dtype.kind == "f" else np.object_)
+        if dtype.kind in "iu" and not all(_fits(value, dtype) for value in values.ravel()):
+            raise ValueError
+    except (TypeError, ValueError) as error:
         raise InvalidValueError(name, nested[0], f"what fits into {datatype}") from error
-    if np.issubdtype(values.dtype, np.integer) and (values != exact).any():
-        raise InvalidValueError(name, nested[0], f"what fits into {datatype}")
     tensor = grpc_client.InferInput(name, list(values.shape), datatype)
-    tensor.set_data_from_numpy(values)
+    tensor.set_data_from_numpy(values.astype(dtype))
     return tensor
+
+
+def _fits(value: Any, dtype: np.dtype) -> bool:
+    """Whether a Python number is a whole one in the range of an integer dtype."""
+    limits = np.iinfo(dtype)
+    return isinstance(value, int) and limits.min <= value <= limits.max
 
 
 def _decoded(result: Any, name: str) -> str | None:

@@ -18,7 +18,7 @@ from corolla.errors import EnvironmentProblemError, InvalidValueError
 KEEP_FREE = 2**30
 """Bytes of the disk that are left free when no limit is set."""
 
-SUFFIX, UNFINISHED = ".safetensors", ".part"
+SUFFIX = ".safetensors"
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class DiskCache:
     def entries(self) -> list[CacheEntry]:
         """What is stored, the least recently used first."""
         found = []
-        for file in self.folder.glob(f"**/*{SUFFIX}"):
+        for file in set(self.folder.glob(f"**/*{SUFFIX}")) - set(self.folder.glob("unfinished/**/*")):
             with suppress(FileNotFoundError), _exclusive(file) as free:
                 status = file.stat()
                 name = file.relative_to(self.folder).as_posix().removesuffix(SUFFIX)
@@ -83,9 +83,9 @@ class DiskCache:
 
         Files in use stay. What a killed writer left is removed as well.
         """
-        for unfinished in self.folder.glob(f"**/*{UNFINISHED}"):
-            with suppress(Timeout, FileNotFoundError), self._writer_lock(unfinished, timeout=0):
-                unfinished.unlink()
+        for workshop in self.folder.glob("unfinished/*"):
+            with suppress(Timeout), FileLock(self.folder / "locks" / workshop.name, timeout=0):
+                shutil.rmtree(workshop, ignore_errors=True)
         evicted = []
         entries = self.entries()
         total = sum(entry.size for entry in entries)
@@ -113,31 +113,28 @@ class DiskCache:
         return True
 
     def _write(self, file: Path, make: Callable[[], dict[str, torch.Tensor]]) -> None:
-        unfinished = file.with_suffix(UNFINISHED)
+        name = file.relative_to(self.folder).with_suffix("").as_posix().replace("/", "-")
+        workshop = self.folder / "unfinished" / name
         try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            with self._writer_lock(file):
+            for folder in (file.parent, workshop.parent, self.folder / "locks"):
+                folder.mkdir(parents=True, exist_ok=True)
+            with FileLock(self.folder / "locks" / name):
                 if file.exists():
                     return
                 tensors = make()
                 self._make_room(sum(tensor.nbytes for tensor in tensors.values()))
+                shutil.rmtree(workshop, ignore_errors=True)  # what a killed writer left
+                workshop.mkdir()
                 try:
-                    save_file(tensors, unfinished)
-                    _flush(unfinished)
-                    unfinished.rename(file)
+                    save_file(tensors, workshop / file.name)
+                    _flush(workshop / file.name)
+                    (workshop / file.name).rename(file)
                 finally:
-                    unfinished.unlink(missing_ok=True)
+                    shutil.rmtree(workshop, ignore_errors=True)
         except (OSError, SafetensorError) as error:
             raise EnvironmentProblemError(
                 f"{file}: cannot be written ({error}); free disk space or set COROLLA_CACHE to another folder"
             ) from error
-
-    def _writer_lock(self, file: Path, timeout: float = -1) -> FileLock:
-        """The lock of an entry's writer; lock files stay, since removing one could let two writers in."""
-        locks = self.folder / "locks"
-        locks.mkdir(parents=True, exist_ok=True)
-        name = file.relative_to(self.folder).with_suffix("").as_posix().replace("/", "-")
-        return FileLock(locks / name, timeout=timeout)
 
     def _make_room(self, size: int) -> None:
         total = sum(entry.size for entry in self.entries())
@@ -157,8 +154,6 @@ class DiskCache:
         with suppress(FileNotFoundError), _exclusive(file) as free:
             if free:
                 file.unlink()
-                with suppress(OSError):
-                    file.parent.rmdir()
             return free
         return False
 

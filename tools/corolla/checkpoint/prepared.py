@@ -35,6 +35,11 @@ class PreparedParts:
     device: torch.device = CPU
     exports: DeviceExports | None = None
 
+    @property
+    def generation(self) -> int:
+        """Another number than before means that device memory was lost, and parts have to be loaded again."""
+        return 0 if self.exports is None else self.exports.generation
+
     def load(self, part: str) -> dict[str, torch.Tensor]:
         """The tensors of a part by their names inside their module, in `dtype`.
 

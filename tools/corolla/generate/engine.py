@@ -4,15 +4,16 @@ import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
-from threading import Lock
+from threading import Lock, Semaphore
 from typing import Protocol
 
 import torch
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from corolla.checkpoint.folder import CheckpointFolder
-from corolla.errors import CheckpointError, InvalidValueError
+from corolla.errors import CheckpointError, InvalidValueError, OverloadedError
 from corolla.generate.loop import GenerateLoop
 from corolla.generate.replay import replay
 from corolla.generate.request import DEFAULT_MAX_TOKENS, GenerationRequest
@@ -20,7 +21,7 @@ from corolla.generate.sampling import TokenChooser
 from corolla.generate.sequence import Output, Sequence
 from corolla.generate.text import TextStream
 from corolla.kv.session import OpenRequest, Session
-from corolla.kv.table import SessionTable, UnknownSessionError
+from corolla.kv.table import CacheFullError, SessionTable, UnknownSessionError
 from corolla.kv.token_log import TokenLog
 from corolla.model.ends import Embedding, Head
 from corolla.serving.blocks import BlocksRequest, BlocksService
@@ -29,12 +30,14 @@ logger = logging.getLogger(__name__)
 
 OPEN_TIMEOUT = 30.0
 """Seconds a generation waits for room in the cache before it is refused."""
-KEEP_BROKEN_OFF = 60.0
+KEEP_BROKEN_OFF = 25.0
 """Seconds for which the session of a generation that was broken off is kept."""
 PREFILL_CHUNK = 512
 """Positions of a long prompt that one call of the ranges computes."""
-MAX_ADMISSIONS = 64
-"""Generations that may wait for room, or for their long prompts, at the same time."""
+MAX_WAITING = 64
+"""Generations that may wait for room at the same time; more are refused at once."""
+MAX_PREFILLS = 8
+"""Generations whose long prompts may be computed at the same time."""
 
 RunRanges = Callable[[torch.Tensor, str, int], None]
 """Runs hidden states [1, T, H] of a session at a position through the range processes."""
@@ -64,7 +67,7 @@ class GenerateEngine:
     ) -> None:
         self._tokenizer = _load_tokenizer(checkpoint)
         self._defaults = _load_defaults(checkpoint)
-        self._context_length = blocks.current.blocks.context_length
+        self._longest = min(blocks.current.blocks.context_length, table.layout.slots)
         self._embedding = embedding
         self._head = head
         self._blocks = blocks
@@ -74,24 +77,28 @@ class GenerateEngine:
         self._guard = Lock()
         self._run_ranges = run_ranges
         self._max_short_tokens = max_short_tokens
-        self._admissions = ThreadPoolExecutor(MAX_ADMISSIONS, thread_name_prefix="admission")
+        self._places = Semaphore(MAX_WAITING)
+        self._waiting = ThreadPoolExecutor(MAX_WAITING, thread_name_prefix="waiting")
+        self._prefills = ThreadPoolExecutor(MAX_PREFILLS, thread_name_prefix="prefill")
         self._loop = GenerateLoop(self._step, self._release, max_batch_size=max_short_tokens)
 
     def start(self, request: GenerationRequest, output: Output) -> None:
         """Checks a request and starts it; its text goes to `output`.
 
-        Raises InvalidValueError, and NotFoundError for a session that does not exist any more.
+        Raises InvalidValueError, NotFoundError for a session that does not exist any more, and OverloadedError
+        when too many generations wait for room already.
         """
         if request.session_id is None:
             prompt_ids = self._tokenizer(request.text_input).input_ids
-            room = self._context_length - len(prompt_ids)
-            self._admissions.submit(self._admit, self._sequence(request, output, prompt_ids, room))
+            room = self._longest - len(prompt_ids)
+            self._admit(self._sequence(request, output, prompt_ids, room))
         else:
-            self._admissions.submit(self._resume, *self._find_broken_off(request, output, request.session_id))
+            self._prefills.submit(self._resume, *self._find_broken_off(request, output, request.session_id))
 
     def stop(self) -> None:
         """Ends all generations with an error."""
-        self._admissions.shutdown(wait=False, cancel_futures=True)
+        self._waiting.shutdown(wait=False, cancel_futures=True)
+        self._prefills.shutdown(wait=False, cancel_futures=True)
         self._loop.stop()
 
     def _sequence(self, request: GenerationRequest, output: Output, prompt_ids: list[int], room: int) -> Sequence:
@@ -105,13 +112,36 @@ class GenerateEngine:
         )
 
     def _admit(self, sequence: Sequence) -> None:
+        """Starts a generation that fits at once; another one waits for room without holding up others."""
+        max_length = len(sequence.prompt_ids) + sequence.max_tokens
+        wanted = OpenRequest(max_length, timeout=0.0, idle_timeout=KEEP_BROKEN_OFF)
+        try:
+            session = self._table.open(wanted)
+        except CacheFullError as error:
+            if not self._places.acquire(blocking=False):
+                raise OverloadedError(f"{MAX_WAITING} generations wait for room already; retry later") from error
+            self._waiting.submit(self._wait_for_room, sequence, replace(wanted, timeout=OPEN_TIMEOUT))
+        else:
+            self._begin(sequence, session)
+
+    def _wait_for_room(self, sequence: Sequence, wanted: OpenRequest) -> None:
         with self._failing(sequence):
-            max_length = len(sequence.prompt_ids) + sequence.max_tokens
-            request = OpenRequest(max_length, OPEN_TIMEOUT, idle_timeout=KEEP_BROKEN_OFF)
-            session = self._table.open(request, partial(_is_cancelled, sequence))
-            self._log.begin(session, sequence.prompt_ids)
-            self._attach(sequence, session)
-            self._prefill(sequence)
+            try:
+                session = self._table.open(wanted, partial(_is_cancelled, sequence))
+            finally:
+                self._places.release()
+            self._begin(sequence, session)
+
+    def _begin(self, sequence: Sequence, session: Session) -> None:
+        self._log.begin(session, sequence.prompt_ids)
+        self._attach(sequence, session)
+        self._join(sequence)
+
+    def _join(self, sequence: Sequence) -> None:
+        """Into the loop, long prompts by way of the ranges."""
+        if self._needs_prefill(sequence):
+            self._prefills.submit(self._prefill, sequence)
+        else:
             self._loop.join(sequence)
 
     def _find_broken_off(
@@ -133,8 +163,7 @@ class GenerateEngine:
             if finished is not None:
                 self._release(sequence)
             else:
-                self._prefill(sequence)
-                self._loop.join(sequence)
+                self._join(sequence)
 
     def _attach(self, sequence: Sequence, session: Session) -> None:
         with self._guard:
@@ -155,15 +184,18 @@ class GenerateEngine:
             sequence.output.fail(error)
             self._release(sequence)
 
+    def _needs_prefill(self, sequence: Sequence) -> bool:
+        return len(sequence.pending) > self._max_short_tokens
+
     def _prefill(self, sequence: Sequence) -> None:
         """All of a long prompt but its last token, through the ranges, so that the loop goes on meanwhile."""
-        end = len(sequence.token_ids) - 1
-        if end - sequence.cached < self._max_short_tokens:
-            return
-        while sequence.cached < end and not _is_cancelled(sequence):
-            chunk = sequence.token_ids[sequence.cached : min(sequence.cached + PREFILL_CHUNK, end)]
-            self._run_ranges(self._embedding(torch.tensor([chunk])), sequence.session_id, sequence.cached)
-            sequence.cached += len(chunk)
+        with self._failing(sequence):
+            end = len(sequence.token_ids) - 1
+            while sequence.cached < end and not sequence.output.cancelled:
+                chunk = sequence.token_ids[sequence.cached : min(sequence.cached + PREFILL_CHUNK, end)]
+                self._run_ranges(self._embedding(torch.tensor([chunk])), sequence.session_id, sequence.cached)
+                sequence.cached += len(chunk)
+            self._loop.join(sequence)
 
     def _step(self, sequences: list[Sequence]) -> list[torch.Tensor | Exception]:
         hidden_states = self._embedding(torch.tensor([sequence.pending for sequence in sequences]))

@@ -1,7 +1,6 @@
 """A generation as asked for, in any of the dialects that clients of Triton speak."""
 
 import json
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -75,7 +74,7 @@ def _sampling_parameters(text: str | None) -> dict[str, tuple[str, Any]]:
         return {}
     try:
         given = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidValueError("sampling_parameters", text, f"a JSON object ({error})") from error
     if not isinstance(given, dict):
         raise InvalidValueError("sampling_parameters", text, "a JSON object")
@@ -89,7 +88,7 @@ def _sampling_parameters(text: str | None) -> dict[str, tuple[str, Any]]:
 
 def _plain(name: str, value: Any) -> Any:
     """Numbers and booleans that came as strings, as genai-perf sends them; stop words stay text."""
-    if not isinstance(value, str) or name == "stop":
+    if not isinstance(value, str) or name in ("stop", "bad_words"):
         return value
     try:
         return json.loads(value.lower())
@@ -116,7 +115,7 @@ def _integer(low: int, high: int) -> Callable[[str, Any], int]:
 
 def _real(low: float, high: float, *, above_low: bool = False) -> Callable[[str, Any], float]:
     def convert(name: str, value: Any) -> float:
-        number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        number = isinstance(value, int | float) and not isinstance(value, bool)
         if not number or not low <= value <= high or (above_low and value == low):
             raise InvalidValueError(name, value, f"{'above' if above_low else 'from'} {low:g} to {high:g}")
         return float(value)

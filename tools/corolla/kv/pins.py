@@ -40,7 +40,7 @@ class RecordPins:
     def is_free(self, record: int) -> bool:
         """Whether no step of any process holds the record; later pins find the session closed."""
         with self._guard:
-            if self._holders[record]:
+            if record in self._holders:
                 return False
             try:
                 self._lock(fcntl.F_OFD_SETLK, fcntl.F_WRLCK, record)

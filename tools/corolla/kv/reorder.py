@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import count
+from operator import ge
 
 import numpy as np
 import torch
@@ -62,8 +63,9 @@ class CacheReorderer:
                     content[page] = next(self._numbers)
 
     def _was_made(self, rows: StepRows) -> bool:
+        """Whether the last step that was completed is this one: its mark stands until another one's is written."""
         same_step = (self._steps.marks(rows)[..., 1] == rows.signature).all()
-        return bool(same_step) and rows.cached == [start + rows.new_tokens for start in rows.starts]
+        return bool(same_step) and all(map(ge, rows.cached, rows.starts))
 
     def _contents_of(self, rows: StepRows) -> list[NDArray[np.int64]]:
         mine = (self._steps.marks(rows)[..., 0] == self._steps.process_number).all(axis=1)

@@ -22,14 +22,13 @@ from corolla.processes import ProcessIdentity
 
 PATIENCE = 1.0
 """Seconds after which a waiting request is not overtaken any more by later ones that would fit."""
-POLL = 0.002
-"""Seconds between looks at the table while waiting for room."""
+FIRST_POLL, LONGEST_POLL = 0.002, 0.05
+"""Seconds between looks at the table while waiting for room: soon at first, then ever less often."""
 CANCEL_POLL_NS = 100_000_000
 """Nanoseconds between questions whether a waiting request was cancelled."""
 
 _SCHEMA = """
 PRAGMA journal_mode = WAL;
-PRAGMA synchronous = OFF;
 CREATE TABLE IF NOT EXISTS sessions (
     record INTEGER PRIMARY KEY, id TEXT UNIQUE NOT NULL, epoch INTEGER NOT NULL, max_length INTEGER NOT NULL,
     idle_ns INTEGER NOT NULL, closing INTEGER NOT NULL DEFAULT 0);
@@ -98,14 +97,15 @@ class SessionTable:
                 ),
             )
             self._grant(connection)
-        look_at = now_ns()
+        look_at, pause = now_ns(), FIRST_POLL
         while (session := self._find(session_id)) is None:
             if now_ns() >= look_at:
                 look_at = now_ns() + CANCEL_POLL_NS
                 deadline = now_ns() if is_cancelled() else deadline
             if now_ns() >= deadline:
                 return self._last_look(session_id, request)
-            time.sleep(POLL)
+            time.sleep(pause)
+            pause = min(1.5 * pause, LONGEST_POLL)
             if self._may_have_room(session_id):
                 with self._transaction() as connection:
                     self._grant(connection)
@@ -164,7 +164,7 @@ class SessionTable:
                 id=session_id,
                 max_length=max_length,
                 reserved_tokens=self._pages_for(max_length) * self.layout.page_size,
-                length=int(self.records.lengths[record].max()),
+                length=_stepped_length(self.records.lengths[record].tolist()),
                 idle_seconds=(now_ns() - int(self.records.used[record])) / 1e9,
                 idle_timeout=idle_ns / 1e9,
             )
@@ -279,11 +279,16 @@ class SessionTable:
     def _ended(self, connection: apsw.Connection) -> list[int]:
         """Records to free: closed ones that were busy then, and those idle for too long that no one holds."""
         now = now_ns()
-        rows = connection.execute("SELECT record, idle_ns, closing FROM sessions").fetchall()
+        rows = connection.execute("SELECT record, epoch, idle_ns, closing FROM sessions").fetchall()
         return [
             record
-            for record, idle_ns, closing in rows
-            if (closing or now - int(self.records.used[record]) > idle_ns) and self.pins.is_free(record)
+            for record, epoch, idle_ns, closing in rows
+            if (
+                closing
+                or self.records.epochs[record] != epoch  # whoever closed it died before it was written down
+                or now - int(self.records.used[record]) > idle_ns
+            )
+            and self.pins.is_free(record)
         ]
 
     def _end(self, connection: apsw.Connection, record: int) -> None:
@@ -308,6 +313,7 @@ class SessionTable:
         if connection is None:
             connection = apsw.Connection(os.fspath(self._file))
             connection.set_busy_timeout(10_000)
+            connection.pragma("synchronous", "OFF")
             self._connections.connection = connection
         return connection
 
@@ -321,6 +327,11 @@ class SessionTable:
             connection.execute("ROLLBACK")
             raise
         connection.execute("COMMIT")
+
+
+def _stepped_length(lengths: list[int]) -> int:
+    """Positions cached in every block that was stepped at all."""
+    return min((length for length in lengths if length), default=0)
 
 
 def _choose(free: list[int], count: int) -> list[int]:

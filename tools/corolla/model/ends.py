@@ -13,30 +13,44 @@ class Embedding:
     """Token ids [B, T] int64 on the CPU to hidden states [B, T, H] in the model's dtype, on its device."""
 
     def __init__(self, parts: PreparedParts) -> None:
-        self._weight = parts.load(EMBEDDING)["weight"]
-        self._device = parts.device
+        self._parts = parts
+        self._open()
+
+    def _open(self) -> None:
+        self._generation = self._parts.generation
+        self._weight = self._parts.load(EMBEDDING)["weight"]
 
     @torch.inference_mode()
     def __call__(self, input_ids: torch.Tensor) -> torch.Tensor:
+        if self._parts.generation != self._generation:
+            self._open()
         vocabulary = self._weight.shape[0]
         outside = (input_ids < 0) | (input_ids >= vocabulary)
         if bool(outside.any()):
             raise InvalidValueError("input_ids", int(input_ids[outside][0]), f"0 to {vocabulary - 1}")
-        return nn.functional.embedding(input_ids.to(self._device), self._weight)
+        return nn.functional.embedding(input_ids.to(self._weight.device), self._weight)
 
 
 class Head:
     """Hidden states [B, T, H] to logits [B, T, V] float32 on the CPU: final norm and output projection."""
 
     def __init__(self, parts: PreparedParts) -> None:
-        tensors = parts.load(HEAD)
-        norm = family_of(parts.checkpoint.config).final_norm
-        self._norm = load_module(lambda: norm(parts.checkpoint.config), _submodule(tensors, "norm."), HEAD)
+        self._parts = parts
+        self._open()
+
+    def _open(self) -> None:
+        self._generation = self._parts.generation
+        tensors = self._parts.load(HEAD)
+        config = self._parts.checkpoint.config
+        norm = family_of(config).final_norm
+        self._norm = load_module(lambda: norm(config), _submodule(tensors, "norm."), HEAD)
         self._projection = _submodule(tensors, "projection.")["weight"]
         self.vocabulary = self._projection.shape[0]
 
     @torch.inference_mode()
     def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        if self._parts.generation != self._generation:
+            self._open()
         normed = self._norm(hidden_states.to(self._projection.device))
         return nn.functional.linear(normed, self._projection).float().cpu()
 

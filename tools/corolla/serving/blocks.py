@@ -65,9 +65,10 @@ class BlocksService:
         return self.step(hidden_states, rows, group[0].hypo_ids)
 
     def _run_whole(self, hidden_states: torch.Tensor, group: list[BlocksRequest]) -> torch.Tensor:
-        for name, values in (("start_position", group[0].starts), ("hypo_ids", group[0].hypo_ids)):
-            if values is not None:
-                raise InvalidValueError(name, "a value without session_id", "only together with session_id")
+        for request in group:
+            for name, values in (("start_position", request.starts), ("hypo_ids", request.hypo_ids)):
+                if values is not None:
+                    raise InvalidValueError(name, "a value without session_id", "only together with session_id")
         return self.blocks.forward(hidden_states)
 
     def step(self, hidden_states: torch.Tensor, rows: list[Row], sources: list[int] | None = None) -> torch.Tensor:
@@ -108,6 +109,7 @@ def _groups(requests: Sequence[BlocksRequest]) -> list[list[int]]:
         turn = max((seen[session_id] for session_id in ids), default=0)
         for session_id in ids:
             seen[session_id] = turn + 1
-        alone = index + 1 if request.hypo_ids is not None or request.starts is None else 0
+        steps_alone = request.hypo_ids is not None or (request.session_ids is not None and request.starts is None)
+        alone = index + 1 if steps_alone else 0
         groups[turn, request.session_ids is not None, request.hidden_states.shape[1], alone].append(index)
     return [groups[key] for key in sorted(groups)]

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from threading import Lock
 
 import torch
 
@@ -62,13 +63,18 @@ class HostedBlocks:
     def __init__(self, open_blocks: Callable[[], BlocksService], exports: DeviceExports | None) -> None:
         self._open = open_blocks
         self._exports = exports
+        self._guard = Lock()
         self._generation = exports.generation if exports else 0
         self._service = open_blocks()
 
     @property
     def current(self) -> BlocksService:
         """The service on memory that is valid now."""
-        if self._exports is not None and self._exports.generation != self._generation:
-            self._generation = self._exports.generation
-            self._service = self._open()
-        return self._service
+        if self._exports is None:
+            return self._service
+        with self._guard:
+            generation = self._exports.generation
+            if generation != self._generation:
+                self._service = self._open()
+                self._generation = generation
+            return self._service

@@ -1,8 +1,11 @@
 """Frees the cache of sessions nobody uses any more."""
 
+import logging
 from threading import Event, Thread
 
 from corolla.kv.table import SessionTable
+
+logger = logging.getLogger(__name__)
 
 
 class Reaper:
@@ -22,4 +25,7 @@ class Reaper:
 
     def _run(self) -> None:
         while not self._stopped.wait(self._interval):
-            self._table.reap()
+            try:
+                self._table.reap()
+            except Exception:
+                logger.exception("idle sessions could not be looked for; trying again")
