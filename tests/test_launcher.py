@@ -210,8 +210,9 @@ class TestOptions:
                 choose_endpoints(options)
 
     def test_one_port_for_two_services_is_refused(self, repository: Path) -> None:
-        with pytest.raises(InvalidValueError, match="--grpc-port: 8000"):
-            choose_endpoints(ServerOptions(repository, http_port=8000, grpc_port=8000))
+        free = choose_endpoints(ServerOptions(repository, http_port=0, grpc_port=0, metrics_port=0)).http.port
+        with pytest.raises(InvalidValueError, match=f"--grpc-port: {free}"):
+            choose_endpoints(ServerOptions(repository, http_port=free, grpc_port=free))
 
     def test_picks_different_free_ports(self, repository: Path) -> None:
         endpoints = choose_endpoints(ServerOptions(repository, http_port=0, grpc_port=0, metrics_port=0))
