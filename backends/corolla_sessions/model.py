@@ -44,6 +44,7 @@ class TritonPythonModel:
         if not isinstance(opening, OpenRequest):
             return opening
         try:
+            self._service.table.check(opening)
             return _reply(self._service.open(replace(opening, timeout=0.0), sender.is_cancelled))
         except CacheFullError as error:
             if not opening.timeout:

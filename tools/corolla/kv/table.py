@@ -79,7 +79,7 @@ class SessionTable:
         Raises InvalidValueError for a length that could never fit, CacheFullError when the timeout ends or
         `is_cancelled` tells that nobody waits for the session any more.
         """
-        self._check(request)
+        self.check(request)
         session_id = secrets.token_hex(16)
         deadline = now_ns() + int(request.timeout * 1e9)
         with self._transaction() as connection:
@@ -171,7 +171,8 @@ class SessionTable:
             for record, session_id, max_length, idle_ns in rows
         ]
 
-    def _check(self, request: OpenRequest) -> None:
+    def check(self, request: OpenRequest) -> None:
+        """Raises InvalidValueError for values that can never be served."""
         if not 1 <= request.max_length <= self._longest:
             raise InvalidValueError(
                 "max_length", request.max_length, f"1 to {self._longest} (the model's context, at most the whole cache)"
