@@ -1,14 +1,14 @@
 """From the rows of a step to the sessions they continue, with every check before any work."""
 
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from corolla.errors import InvalidValueError
+from corolla.errors import InvalidValueError, OverloadedError
 from corolla.kv.records import now_ns
 from corolla.kv.session import Session
 from corolla.kv.table import SessionTable, UnknownSessionError
@@ -56,7 +56,9 @@ class SessionSteps:
     Sessions are looked up in SQL once and remembered; each step then reads only shared memory.
     """
 
-    def __init__(self, table: SessionTable, blocks: range) -> None:
+    def __init__(self, table: SessionTable, blocks: range, generation: Callable[[], int] = lambda: 0) -> None:
+        """`generation` gives another number once the arena's memory was lost; see DeviceExports."""
+        self._generation = generation
         self._table = table
         self._records = table.records
         self._lengths = table.records.lengths[:, blocks.start : blocks.stop]
@@ -73,6 +75,7 @@ class SessionSteps:
         start, a gap or a step past max_length; nothing has changed then.
         """
         pinned: list[Session] = []
+        generation = self._generation()
         try:
             for row in rows:
                 pinned.append(self._pin(row.session_id))
@@ -80,6 +83,8 @@ class SessionSteps:
             if checked.starts != checked.cached:
                 self.truncate(checked, list(map(min, checked.starts, checked.cached)))
             yield checked
+            if self._generation() != generation:
+                raise OverloadedError("the memory of the KV cache was lost during the step; repeat it")
             ends = [start + new_tokens for start in checked.starts]
             self._lengths[checked.records] = np.array(ends)[:, None]
             self._marks[checked.records] = (self.process_number, checked.signature)

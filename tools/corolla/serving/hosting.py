@@ -53,7 +53,7 @@ class Host:
             arena = host_arena(self._directory, self._layout, hosted)
         else:
             arena = device_arena(self._exports, self._layout, hosted, self.model.device, table.forget_block)
-        steps = SessionSteps(table, hosted)
+        steps = SessionSteps(table, hosted, lambda: self.parts.generation)
         return BlocksService(BlockRange(self.parts, hosted), arena, steps, CacheReorderer(steps, arena, hosted))
 
 
