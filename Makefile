@@ -7,8 +7,9 @@ REPOSITORY ?= model_repository
 PROMPT ?= The session table is
 STAMP := $(VENV)/.installed
 
-# Idle threads sleep: spinning ones of several processes starve each other.
+# As in tools/corolla/threads.py.
 export OMP_WAIT_POLICY ?= PASSIVE
+export GOMP_SPINCOUNT ?= 5000
 
 .PHONY: setup demo serve test lint clean
 

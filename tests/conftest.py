@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,25 +29,34 @@ class Served:
     reference: Reference
 
 
-def _serve(case: Case, folder: Path) -> Served:
+@pytest.fixture(scope="session")
+def suite_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The disk cache of all tests that do not test the cache: what is compiled is compiled once."""
+    return tmp_path_factory.mktemp("suite-cache")
+
+
+def serve_locally(case: Case, folder: Path, cache: Path, **options: Any) -> Served:
+    """All models of a case in this process, with the eager decoder unless `options` say otherwise."""
     checkpoint = folder / "checkpoint"
     case.write(checkpoint)
-    plan = make_plan(checkpoint, case.ranges, attn_cache_tokens=2048, max_short_tokens=16)
-    return Served(case, checkpoint, LocalServer(plan, folder), Reference(checkpoint))
+    plan = make_plan(checkpoint, case.ranges, attn_cache_tokens=2048, max_short_tokens=16, **options)
+    return Served(case, checkpoint, LocalServer(plan, folder, cache), Reference(checkpoint))
 
 
 @pytest.fixture(scope="session", params=CASES, ids=lambda case: case.name)
-def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def served(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, suite_cache: Path
+) -> Iterator[Served]:
     """Each checkpoint in turn, in this process. Tests close the sessions they open."""
-    served = _serve(request.param, tmp_path_factory.mktemp(request.param.name))
+    served = serve_locally(request.param, tmp_path_factory.mktemp(request.param.name), suite_cache)
     yield served
     assert served.server.table.status().open_sessions == 0
 
 
 @pytest.fixture(scope="session")
-def grouped(tmp_path_factory: pytest.TempPathFactory) -> Served:
+def grouped(tmp_path_factory: pytest.TempPathFactory, suite_cache: Path) -> Served:
     """The checkpoint with grouped attention, in this process, for tests that need only one."""
-    return _serve(GROUPED, tmp_path_factory.mktemp("grouped"))
+    return serve_locally(GROUPED, tmp_path_factory.mktemp("grouped"), suite_cache)
 
 
 @dataclass(frozen=True)
@@ -71,22 +81,24 @@ class Remote:
 
 
 @contextmanager
-def serve(case: Case, folder: Path, dtype: str, attn_cache_tokens: int) -> Iterator[Remote]:
-    """Starts a server in `folder`."""
+def serve(case: Case, folder: Path, cache: Path, dtype: str, attn_cache_tokens: int) -> Iterator[Remote]:
+    """Starts a server in `folder`, with decoders compiled for 8, 4 and 1 rows."""
     checkpoint = folder / "checkpoint"
     case.write(checkpoint)
-    plan = make_plan(checkpoint, case.ranges, dtype, attn_cache_tokens=attn_cache_tokens)
+    options = {"decoder": "compiled", "max_batch_size": 8, "attn_cache_tokens": attn_cache_tokens}
+    plan = make_plan(checkpoint, case.ranges, dtype, **options)
     write_repository(plan, folder / "repository")
-    with RunningServer(folder / "repository", env={"COROLLA_CACHE": str(folder / "cache")}) as server:
+    with RunningServer(folder / "repository", env={"COROLLA_CACHE": str(cache)}) as server:
         yield Remote(case, server, Reference(checkpoint, plan.dtype.torch))
         assert server.stop() == 0
         assert "Exit timeout expired" not in server.log, "a model could not be unloaded"
 
 
 @pytest.fixture(scope="session")
-def remote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Remote]:
+def remote(tmp_path_factory: pytest.TempPathFactory, suite_cache: Path) -> Iterator[Remote]:
     """The one server of nearly all end-to-end tests: float32, 8 rows per batch, 8 sessions of full length."""
-    with serve(SERVED, tmp_path_factory.mktemp("served"), "float32", attn_cache_tokens=8 * 1024) as remote:
+    folder = tmp_path_factory.mktemp("served")
+    with serve(SERVED, folder, suite_cache, "float32", attn_cache_tokens=8 * 1024) as remote:
         yield remote
 
 

@@ -26,13 +26,13 @@ from corolla.serving.parameters import ServedModel
 
 
 def make_plan(checkpoint: Path, ranges: Sequence[range], dtype: str = "float32", **options: Any) -> RepositoryPlan:
-    """A plan with one thread per process, for small models."""
+    """A plan with one thread per process and the eager decoder, for small models."""
     return RepositoryPlan(
         checkpoint=checkpoint,
         config=CheckpointFolder(checkpoint).config,
         dtype=dtype_named(dtype),
         ranges=list(ranges),
-        **({"threads": 1} | options),
+        **({"threads": 1, "decoder": "eager"} | options),
     )
 
 
@@ -56,12 +56,12 @@ class LocalServer:
     Chain and ranges have nothing in common but the run directory, as in processes of their own.
     """
 
-    def __init__(self, plan: RepositoryPlan, folder: Path) -> None:
+    def __init__(self, plan: RepositoryPlan, folder: Path, cache: Path | None = None) -> None:
         self.repository = folder / "repository"
         self.run_directory = folder / "run"
         write_repository(plan, self.repository)
         self._plan = plan
-        with mock.patch.dict(os.environ, COROLLA_RUN_DIR=str(self.run_directory), COROLLA_CACHE=str(folder / "cache")):
+        with mock.patch.dict(os.environ, COROLLA_RUN_DIR=str(self.run_directory), COROLLA_CACHE=str(cache or folder / "cache")):
             self.embedding = Embedding(self._host("embed").parts)
             self.head = Head(self._host("head").parts)
             self.table = self._host("sessions").session_table()

@@ -6,6 +6,7 @@ runs the same modules, so that whole sequences give the same logits; steps add i
 """
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -20,8 +21,9 @@ ABSOLUTE = 0.15
 
 
 @pytest.fixture(scope="module")
-def bfloat16(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Remote]:
-    with serve(SERVED, tmp_path_factory.mktemp("bfloat16"), "bfloat16", attn_cache_tokens=1024) as remote:
+def bfloat16(tmp_path_factory: pytest.TempPathFactory, suite_cache: Path) -> Iterator[Remote]:
+    folder = tmp_path_factory.mktemp("bfloat16")
+    with serve(SERVED, folder, suite_cache, "bfloat16", attn_cache_tokens=1024) as remote:
         yield remote
 
 

@@ -1,4 +1,4 @@
-"""A disk cache of tensors that many processes map at once: one writer per entry, least recently used leaves first."""
+"""A disk cache of files that many processes map at once: one writer per entry, least recently used leaves first."""
 
 import fcntl
 import os
@@ -58,20 +58,34 @@ class DiskCache:
 
         EnvironmentProblemError when there is no room or the folder cannot be written.
         """
-        file = self.folder / f"{name}{SUFFIX}"
-        while not self._hold(file):
-            self._write(file, make)
-        os.utime(file)
+
+        def store(target: Path) -> None:
+            tensors = make()
+            self._make_room(sum(tensor.nbytes for tensor in tensors.values()))
+            save_file(tensors, target)
+
+        file = self.file(f"{name}{SUFFIX}", store)
         try:
             with safe_open(file, framework="pt") as stored:
                 return {key: stored.get_tensor(key) for key in stored.keys()}  # noqa: SIM118
         except SafetensorError as error:
             raise EnvironmentProblemError(f"{file}: damaged ({error}); run `corolla cache clear`") from error
 
+    def file(self, name: str, make: Callable[[Path], None]) -> Path:
+        """The file stored as `name`, which stays as long as this process lives; `make` writes it if need be.
+
+        EnvironmentProblemError as for `get`.
+        """
+        file = self.folder / name
+        while not self._hold(file):
+            self._write(file, make)
+        os.utime(file)
+        return file
+
     def entries(self) -> list[CacheEntry]:
         """What is stored, the least recently used first."""
         found = []
-        for file in set(self.folder.glob(f"**/*{SUFFIX}")) - set(self.folder.glob("unfinished/**/*")):
+        for file in _files(self.folder):
             with suppress(FileNotFoundError), _exclusive(file) as free:
                 status = file.stat()
                 name = file.relative_to(self.folder).as_posix().removesuffix(SUFFIX)
@@ -112,8 +126,8 @@ class DiskCache:
         self._mapped.append(descriptor)
         return True
 
-    def _write(self, file: Path, make: Callable[[], dict[str, torch.Tensor]]) -> None:
-        name = file.relative_to(self.folder).with_suffix("").as_posix().replace("/", "-")
+    def _write(self, file: Path, make: Callable[[Path], None]) -> None:
+        name = file.relative_to(self.folder).as_posix().removesuffix(SUFFIX).replace("/", "-")
         workshop = self.folder / "unfinished" / name
         try:
             for folder in (file.parent, workshop.parent, self.folder / "locks"):
@@ -121,12 +135,10 @@ class DiskCache:
             with FileLock(self.folder / "locks" / name):
                 if file.exists():
                     return
-                tensors = make()
-                self._make_room(sum(tensor.nbytes for tensor in tensors.values()))
                 shutil.rmtree(workshop, ignore_errors=True)  # what a killed writer left
                 workshop.mkdir()
                 try:
-                    save_file(tensors, workshop / file.name)
+                    make(workshop / file.name)
                     _flush(workshop / file.name)
                     (workshop / file.name).rename(file)
                 finally:
@@ -156,6 +168,12 @@ class DiskCache:
                 file.unlink()
             return free
         return False
+
+
+def _files(folder: Path) -> list[Path]:
+    """The finished entries in a cache's folder."""
+    inside = {child for child in folder.glob("*") if child.name not in ("locks", "unfinished")}
+    return [file for child in inside for file in (child, *child.glob("**/*")) if file.is_file()]
 
 
 @contextmanager

@@ -8,10 +8,11 @@ import torch
 from corolla.checkpoint.disk_cache import DiskCache
 from corolla.checkpoint.folder import CheckpointFolder
 from corolla.errors import CheckpointError
+from corolla.kernels.packing import linear_names, pack
 from corolla.kv.device_exports import DeviceExports
 from corolla.model.family import Family, family_of
 
-FORMAT = 1
+FORMAT = 2
 CPU = torch.device("cpu")
 EMBEDDING, HEAD = "embedding", "head"
 
@@ -25,8 +26,9 @@ def block_part(index: int) -> str:
 class PreparedParts:
     """The parts of one checkpoint in one dtype: `embedding`, `head` (final norm and output projection), blocks.
 
-    A part's name in the cache depends on the checkpoint's files, the dtype and FORMAT, so a changed checkpoint
-    is prepared anew.
+    With `packed`, the weights of linear layers are stored as the CPU kernels read them; see
+    corolla.kernels.packing. A part's name in the cache depends on the checkpoint's files, the dtype, `packed` and
+    FORMAT, so a changed checkpoint is prepared anew.
     """
 
     checkpoint: CheckpointFolder
@@ -34,6 +36,7 @@ class PreparedParts:
     cache: DiskCache
     device: torch.device = CPU
     exports: DeviceExports | None = None
+    packed: bool = False
 
     @property
     def generation(self) -> int:
@@ -54,11 +57,22 @@ class PreparedParts:
         return self.cache.get(self._name(part), lambda: self._prepare(part))
 
     def _name(self, part: str) -> str:
-        key = hashlib.sha256(f"{FORMAT}:{self.checkpoint.fingerprint()}:{self.dtype}".encode()).hexdigest()[:16]
-        return f"{key}/{part}"
+        kind = f"{FORMAT}:{self.checkpoint.fingerprint()}:{self.dtype}:{'packed' if self.packed else 'plain'}"
+        return f"{hashlib.sha256(kind.encode()).hexdigest()[:16]}/{part}"
 
     def _prepare(self, part: str) -> dict[str, torch.Tensor]:
-        return {name: tensor.to(self.dtype).contiguous() for name, tensor in self._read(part).items()}
+        tensors = {name: tensor.to(self.dtype).contiguous() for name, tensor in self._read(part).items()}
+        return {name: pack(t) if name in self._linear_weights(part) else t for name, t in tensors.items()}
+
+    def _linear_weights(self, part: str) -> set[str]:
+        """The names of the weights that are packed."""
+        if not self.packed or part == EMBEDDING:
+            return set()
+        if part == HEAD:
+            return {"projection.weight"}
+        with torch.device("meta"):
+            block = family_of(self.checkpoint.config).block(self.checkpoint.config, 0)
+        return {f"{name}.weight" for name in linear_names(block)}
 
     def _read(self, part: str) -> dict[str, torch.Tensor]:
         family = family_of(self.checkpoint.config)

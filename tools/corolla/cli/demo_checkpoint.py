@@ -1,12 +1,12 @@
 """`corolla demo-checkpoint`: train the demo checkpoint on this project's documentation."""
 
-import os
 from pathlib import Path
 
 import click
 
 import corolla
 from corolla.errors import CheckpointError
+from corolla.threads import apply_thread_settings
 
 
 def _project_root() -> Path | None:
@@ -40,7 +40,7 @@ def _documentation(root: Path) -> list[Path]:
 @click.option("--force", is_flag=True, help="Train even if the checkpoint is up to date.")
 def command(out: Path | None, corpus: tuple[Path, ...], force: bool) -> None:
     """Train a Llama of 8 blocks on the project's documentation, in a minute or so, unless that is done already."""
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # else its threads spin, which other load makes very slow
+    apply_thread_settings()
     from corolla.checkpoint.demo import ensure_demo_checkpoint, train_demo_checkpoint
 
     root = _project_root()

@@ -9,7 +9,14 @@ from corolla.checkpoint.folder import CheckpointFolder
 from corolla.checkpoint.resolution import resolve_dtype
 from corolla.dtypes import DTYPES
 from corolla.errors import InvalidValueError
-from corolla.repository.plan import DEFAULT_MAX_BATCH_SIZE, DEVICES, RepositoryPlan, split_evenly
+from corolla.model.batch_sizes import COMPILED, DECODERS, parse_batch_sizes
+from corolla.repository.plan import (
+    DEFAULT_BATCH_CHANNEL_CAPACITY,
+    DEFAULT_MAX_BATCH_SIZE,
+    DEVICES,
+    RepositoryPlan,
+    split_evenly,
+)
 from corolla.repository.writer import write_repository
 from corolla.serving.parameters import parse_blocks
 
@@ -40,6 +47,24 @@ from corolla.serving.parameters import parse_blocks
     help="Rows per batch of every model.",
 )
 @click.option(
+    "--decoder",
+    type=click.Choice(DECODERS),
+    default=COMPILED,
+    show_default=True,
+    help="eager is the slow reference; it needs no C++ compiler.",
+)
+@click.option(
+    "--decoder-batch-sizes",
+    help="Batch sizes to compile the decoder for, such as 8,4,1. [default: 16,8,4,1 up to --max-batch-size]",
+)
+@click.option(
+    "--batch-channel-capacity",
+    type=int,
+    default=DEFAULT_BATCH_CHANNEL_CAPACITY,
+    show_default=True,
+    help="Batches that `generate` prepares ahead of the running one; 0: handed over hand to hand.",
+)
+@click.option(
     "--threads",
     type=int,
     default=0,
@@ -61,6 +86,9 @@ def command(
     dtype: str,
     device: str,
     max_batch_size: int,
+    decoder: str,
+    decoder_batch_sizes: str | None,
+    batch_channel_capacity: int,
     threads: int,
     attn_cache_tokens: int,
     relative: bool,
@@ -77,6 +105,9 @@ def command(
         ranges=_ranges(range_size, ranges, config.num_hidden_layers),
         device=device,
         max_batch_size=max_batch_size,
+        decoder=decoder,
+        decoder_batch_sizes=parse_batch_sizes(decoder_batch_sizes, max_batch_size) if decoder_batch_sizes else (),
+        batch_channel_capacity=batch_channel_capacity,
         threads=threads,
         attn_cache_tokens=attn_cache_tokens,
     )

@@ -13,14 +13,15 @@ class Session:
     """One open session as a process sees it.
 
     `record` is its row in the shared records, `epoch` the number that record must still show, `max_length` the
-    positions it may use, `slots` [reserved positions] int64 where in the arena each of them lies; `contiguous`
-    tells that these are neighbours.
+    positions it may use, `pages` int32 its pages in order, `slots` [reserved positions] int64 where in the arena
+    each position lies; `contiguous` tells that these are neighbours.
     """
 
     id: str
     record: int
     epoch: int
     max_length: int
+    pages: NDArray[np.int32]
     slots: NDArray[np.int64]
     contiguous: bool
 

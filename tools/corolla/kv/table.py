@@ -199,6 +199,7 @@ class SessionTable:
             record=record,
             epoch=epoch,
             max_length=max_length,
+            pages=pages.astype(np.int32),
             slots=(pages[:, None] * page_size + np.arange(page_size)).ravel(),
             contiguous=bool((np.diff(pages) == 1).all()),
         )

@@ -3,11 +3,16 @@
 from typing import Protocol
 
 import torch
+from torch import nn
 
 from corolla.checkpoint.prepared import PreparedParts, block_part
 from corolla.errors import InvalidValueError
+from corolla.kernels.build import load_kernels
+from corolla.kernels.packing import use_packed
+from corolla.model import attention
 from corolla.model.family import family_of
 from corolla.model.loading import load_module
+from corolla.model.rotary import RotaryTable
 
 
 class StepCache(Protocol):
@@ -31,13 +36,21 @@ class BlockRange:
             raise InvalidValueError(
                 "blocks", f"{blocks.start}:{blocks.stop}", f"a range inside 0:{config.num_hidden_layers}"
             )
-        config._attn_implementation = "sdpa"
+        config._attn_implementation = attention.NAME
         self.blocks = blocks
         self.context_length: int = config.max_position_embeddings
         self.device = parts.device
-        self._rotary_embedding = family.rotary_embedding(config).to(parts.device)
-        self._layers = [
-            load_module(lambda i=index: family.block(config, i), parts.load(block_part(index)), block_part(index))  # type: ignore[misc]
+        like = torch.empty(0, device=parts.device, dtype=parts.dtype)
+        self.rotary = RotaryTable(family.rotary_embedding(config).to(parts.device), self.context_length, like)
+        if parts.packed:
+            load_kernels()
+
+        def build(index: int) -> nn.Module:
+            block = family.block(config, index)
+            return use_packed(block, parts.dtype) if parts.packed else block
+
+        self.layers = [
+            load_module(lambda i=index: build(i), parts.load(block_part(index)), block_part(index))  # type: ignore[misc]
             for index in blocks
         ]
 
@@ -67,8 +80,8 @@ class BlockRange:
         attention_mask: torch.Tensor | None,
         cache: StepCache | None,
     ) -> torch.Tensor:
-        position_embeddings = self._rotary_embedding(hidden_states, position_ids)
-        for layer in self._layers:
+        position_embeddings = self.rotary(position_ids)
+        for layer in self.layers:
             hidden_states = layer(
                 hidden_states,
                 attention_mask=attention_mask,

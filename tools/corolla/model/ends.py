@@ -5,6 +5,7 @@ from torch import nn
 
 from corolla.checkpoint.prepared import EMBEDDING, HEAD, PreparedParts
 from corolla.errors import InvalidValueError
+from corolla.kernels.build import load_kernels
 from corolla.model.family import family_of
 from corolla.model.loading import load_module
 
@@ -45,14 +46,20 @@ class Head:
         norm = family_of(config).final_norm
         self._norm = load_module(lambda: norm(config), _submodule(tensors, "norm."), HEAD)
         self._projection = _submodule(tensors, "projection.")["weight"]
-        self.vocabulary = self._projection.shape[0]
+        self.vocabulary: int = config.vocab_size
+        if self._parts.packed:
+            load_kernels()
 
     @torch.inference_mode()
     def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:
         if self._parts.generation != self._generation:
             self._open()
         normed = self._norm(hidden_states.to(self._projection.device))
-        return nn.functional.linear(normed, self._projection).float().cpu()
+        if self._parts.packed:
+            logits: torch.Tensor = torch.ops.corolla.packed_linear(normed, self._projection, None, self.vocabulary)
+        else:
+            logits = nn.functional.linear(normed, self._projection)
+        return logits.float().cpu()
 
 
 def _submodule(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:

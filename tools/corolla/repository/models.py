@@ -18,7 +18,11 @@ from tritonclient.grpc.model_config_pb2 import (
     ModelParameter,
 )
 
+from corolla.model.batch_sizes import COMPILED, joined, preferred_batch_sizes
 from corolla.repository.plan import RepositoryPlan
+
+QUEUE_DELAY_MICROSECONDS = 500
+"""How long a batch may wait for more rows, up to the next decoder batch size."""
 
 
 def all_models(plan: RepositoryPlan) -> list[ModelConfig]:
@@ -62,6 +66,9 @@ def _blocks(plan: RepositoryPlan, name: str, blocks: range) -> ModelConfig:
     model.input.extend([_hidden_input(plan), *_session_inputs()])
     model.output.append(_hidden_output(plan, "output_hidden_states"))
     model.dynamic_batching.SetInParent()
+    if plan.decoder == COMPILED:
+        model.dynamic_batching.preferred_batch_size.extend(preferred_batch_sizes(plan.batch_sizes))
+        model.dynamic_batching.max_queue_delay_microseconds = QUEUE_DELAY_MICROSECONDS
     return model
 
 
@@ -163,6 +170,10 @@ def _backend_model(plan: RepositoryPlan, name: str, backend: str, max_batch_size
         "attn_cache_tokens": str(plan.cache_tokens),
         "page_size": str(plan.page_size),
         "max_short_tokens": str(plan.max_short_tokens),
+        "max_batch_size": str(plan.max_batch_size),
+        "decoder": plan.decoder,
+        "decoder_batch_sizes": joined(plan.batch_sizes),
+        "batch_channel_capacity": str(plan.batch_channel_capacity),
     }
     for key, value in settings.items():
         model.parameters[key].CopyFrom(_parameter(value))

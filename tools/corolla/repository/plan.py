@@ -7,11 +7,14 @@ from transformers import PretrainedConfig
 
 from corolla.dtypes import DType
 from corolla.errors import InvalidValueError
+from corolla.kernels.packing import GROUPS
 from corolla.kv.layout import DEFAULT_PAGE_SIZE, default_attn_cache_tokens
+from corolla.model.batch_sizes import COMPILED, check_decoder, default_batch_sizes
 from corolla.model.family import family_of
 
 DEFAULT_MAX_SHORT_TOKENS = 128
-DEFAULT_MAX_BATCH_SIZE = 8
+DEFAULT_MAX_BATCH_SIZE = 16
+DEFAULT_BATCH_CHANNEL_CAPACITY = 1
 DEVICES = ("cpu", "cuda")
 
 
@@ -20,7 +23,7 @@ class RepositoryPlan:
     """One server's models for one checkpoint.
 
     `checkpoint` is written as it is: absolute, or relative to the repository's folder. `threads` 0 means one
-    per core of the machine that serves.
+    per core of the machine that serves. `decoder_batch_sizes` is as parse_batch_sizes gives it, empty for the default.
     """
 
     checkpoint: Path
@@ -33,9 +36,16 @@ class RepositoryPlan:
     attn_cache_tokens: int = 0
     page_size: int = DEFAULT_PAGE_SIZE
     max_short_tokens: int = field(default=DEFAULT_MAX_SHORT_TOKENS)
+    decoder: str = COMPILED
+    decoder_batch_sizes: tuple[int, ...] = ()
+    batch_channel_capacity: int = DEFAULT_BATCH_CHANNEL_CAPACITY
 
     def __post_init__(self) -> None:
         family_of(self.config)
+        check_decoder(self.decoder)
+        if self.decoder == COMPILED and self.device == "cpu" and self.dtype.torch not in GROUPS:
+            raise InvalidValueError("dtype", self.dtype.name, "float32, bfloat16 with the compiled decoder on CPUs")
+        _check_between("batch_channel_capacity", self.batch_channel_capacity, 0, 1024)
         blocks = [block for blocks in self.ranges for block in blocks]
         if blocks != list(range(self.config.num_hidden_layers)):
             written = ",".join(f"{r.start}:{r.stop}" for r in self.ranges)
@@ -47,6 +57,11 @@ class RepositoryPlan:
         _check_between("max_batch_size", self.max_batch_size, 1, 1024)
         _check_between("threads", self.threads, 0, 1024)
         _check_between("attn_cache_tokens", self.cache_tokens, self.page_size, 2**31)
+
+    @property
+    def batch_sizes(self) -> tuple[int, ...]:
+        """The decoder batch sizes, descending; the largest is max_batch_size."""
+        return self.decoder_batch_sizes or default_batch_sizes(self.max_batch_size)
 
     @property
     def hosted(self) -> range:

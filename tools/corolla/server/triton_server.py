@@ -20,6 +20,7 @@ from corolla.server.processes import die_with_parent, kill_and_wait, zombie_exit
 from corolla.server.run_directory import RunDirectory, assemble_backends
 from corolla.server.stubs import StubWatch
 from corolla.server.triton_http import TritonHttp
+from corolla.threads import apply_thread_settings
 
 _STOP_TIMEOUT_SECONDS = EXIT_TIMEOUT_SECONDS + 5.0
 _ORPHANED_SECONDS = 1.5
@@ -124,11 +125,10 @@ class TritonServer:
 def _environment(installation: Installation, libraries: Path, run_directory: Path) -> dict[str, str]:
     """This process's environment with what tritonserver and its stubs need.
 
-    Stubs find the virtual environment through PATH, and libpython and the wheel's libraries on the library path. Idle
-    OpenMP threads sleep instead of spinning: spinning ones of several models starve each other (steps of 6 ms took 70).
+    Stubs find the virtual environment through PATH, and libpython and the wheel's libraries on the library path.
     """
     environment = dict(os.environ)
-    environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    apply_thread_settings(environment)
     environment.setdefault("PYTHONUNBUFFERED", "1")
     environment[ENVIRONMENT_VARIABLE] = str(run_directory)
     for variable, folders in {

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
@@ -9,40 +10,46 @@ import torch
 from corolla.errors import CorollaError, InvalidValueError
 from corolla.kv.arena import KVArena
 from corolla.kv.paged_cache import PagedCache
+from corolla.kv.paged_rows import paged_rows
 from corolla.kv.reorder import CacheReorderer
-from corolla.kv.steps import Row, SessionSteps
+from corolla.kv.steps import Row, SessionSteps, StepRows
 from corolla.model.block_range import BlockRange
+from corolla.model.decoders import Decoders
+from corolla.serving.grouping import BlocksRequest, group_requests
 
 MAX_CHUNK_TOKENS = 512
 """Positions, over all rows, that run at once: bounds the memory of a long prompt."""
 
 
 @dataclass(frozen=True)
-class BlocksRequest:
-    """`hidden_states` [B, T, H]; with sessions, one id per row; without `starts`, rows go on where they are.
+class Step:
+    """New positions of sessions, all of one length: hidden states [B, T, H] of `rows`.
 
-    With `hypo_ids`, row i continues the cache of row `hypo_ids[i]` (beam search).
+    With `sources`, row i continues the cache of row `sources[i]`.
     """
 
     hidden_states: torch.Tensor
-    session_ids: list[str] | None = None
-    starts: list[int] | None = None
-    hypo_ids: list[int] | None = None
+    rows: list[Row]
+    sources: list[int] | None = None
 
 
 @dataclass(frozen=True)
 class BlocksService:
-    """A block range with its part of the server's KV cache."""
+    """A block range with its part of the server's KV cache. Without `decoders`, every step runs eagerly."""
 
     blocks: BlockRange
     arena: KVArena
     steps: SessionSteps
     reorderer: CacheReorderer
+    decoders: Decoders | None = None
 
     def run(self, requests: Sequence[BlocksRequest]) -> list[torch.Tensor | CorollaError]:
-        """Output hidden states or an error per request. Requests of equal length run as one batch."""
+        """Output hidden states or an error per request.
+
+        Short steps run together on the decoders, whatever their lengths; other requests of equal length as one batch.
+        """
         results: list[torch.Tensor | CorollaError] = [CorollaError("not run")] * len(requests)
-        for group in _groups(requests):
+        for group in group_requests(requests, self.decoders.sizes[0] if self.decoders else 0):
             outputs = self._run_group([requests[i] for i in group])
             for index, output in zip(group, outputs, strict=True):
                 results[index] = output
@@ -50,43 +57,81 @@ class BlocksService:
 
     def _run_group(self, group: list[BlocksRequest]) -> Sequence[torch.Tensor | CorollaError]:
         try:
-            merged = self._run_merged(group)
+            return self._run_merged(group)
         except CorollaError as error:
             if len(group) == 1:
                 return [error]
             return [output for request in group for output in self._run_group([request])]
-        return merged.split([len(request.hidden_states) for request in group])
 
-    def _run_merged(self, group: list[BlocksRequest]) -> torch.Tensor:
-        hidden_states = torch.cat([request.hidden_states for request in group]).to(self.blocks.device)
+    def _run_merged(self, group: list[BlocksRequest]) -> Sequence[torch.Tensor]:
         if group[0].session_ids is None:
-            return self._run_whole(hidden_states, group)
-        rows = [row for request in group for row in self._rows(request)]
-        return self.step(hidden_states, rows, group[0].hypo_ids)
+            return self._run_whole(group)
+        by_length: dict[int, list[BlocksRequest]] = defaultdict(list)
+        for request in group:
+            by_length[request.hidden_states.shape[1]].append(request)
+        steps = [self._step_of(requests) for requests in by_length.values()]
+        outputs = {
+            id(request): output
+            for requests, merged in zip(by_length.values(), self.step(steps), strict=True)
+            for request, output in zip(requests, merged.split([len(r.hidden_states) for r in requests]), strict=True)
+        }
+        return [outputs[id(request)] for request in group]
 
-    def _run_whole(self, hidden_states: torch.Tensor, group: list[BlocksRequest]) -> torch.Tensor:
+    def _run_whole(self, group: list[BlocksRequest]) -> Sequence[torch.Tensor]:
         for request in group:
             for name, values in (("start_position", request.starts), ("hypo_ids", request.hypo_ids)):
                 if values is not None:
                     raise InvalidValueError(name, "a value without session_id", "only together with session_id")
-        return self.blocks.forward(hidden_states)
+        hidden_states = torch.cat([request.hidden_states for request in group]).to(self.blocks.device)
+        return self.blocks.forward(hidden_states).split([len(request.hidden_states) for request in group])
 
-    def step(self, hidden_states: torch.Tensor, rows: list[Row], sources: list[int] | None = None) -> torch.Tensor:
-        """One step of `rows`, hidden states [B, T, H], in chunks whose memory is bounded.
+    def _step_of(self, requests: list[BlocksRequest]) -> Step:
+        hidden_states = torch.cat([request.hidden_states for request in requests]).to(self.blocks.device)
+        return Step(hidden_states, [row for request in requests for row in self._rows(request)], requests[0].hypo_ids)
 
-        See SessionSteps.running for the errors.
+    def step(self, steps: Sequence[Step]) -> list[torch.Tensor]:
+        """Runs steps of different sessions; outputs have the shapes of their hidden states.
+
+        Several at once must fit on the decoders. See SessionSteps.running for the errors; nothing has changed then.
         """
-        new_tokens = hidden_states.shape[1]
-        with self.steps.running(rows, new_tokens, sources) as checked:
-            self.reorderer.apply(checked)
-            if new_tokens == 0:
-                return hidden_states
-            chunk = max(1, MAX_CHUNK_TOKENS // len(rows))
-            outputs = [
-                self.blocks.step(part, PagedCache(self.arena, checked.part(offset, part.shape[1])))
-                for offset, part in zip(range(0, new_tokens, chunk), hidden_states.split(chunk, dim=1), strict=True)
+        with ExitStack() as stack:
+            checked = [
+                stack.enter_context(self.steps.running(step.rows, step.hidden_states.shape[1], step.sources))
+                for step in steps
             ]
-            self.reorderer.wrote(checked)
+            for rows in checked:
+                self.reorderer.apply(rows)
+            if self.decoders is not None and all(self._is_short(rows) for rows in checked):
+                outputs = self._decode(self.decoders, [step.hidden_states for step in steps], checked)
+            else:
+                outputs = [self._run_long(step.hidden_states, rows) for step, rows in zip(steps, checked, strict=True)]
+            for rows in checked:
+                self.reorderer.wrote(rows)
+        return outputs
+
+    def _is_short(self, rows: StepRows) -> bool:
+        """A step of single positions, which decoders split if need be, or one that fits on the largest as it is."""
+        assert self.decoders is not None
+        return rows.new_tokens == 1 or 0 < rows.new_tokens * len(rows.sessions) <= self.decoders.sizes[0]
+
+    def _decode(
+        self, decoders: Decoders, hidden_states: list[torch.Tensor], rows: list[StepRows]
+    ) -> list[torch.Tensor]:
+        flat = [states.reshape(-1, 1, states.shape[2]) for states in hidden_states]
+        outputs = decoders.step(torch.cat(flat) if len(flat) > 1 else flat[0], paged_rows(self.arena, rows))
+        split = outputs.split([len(states) for states in flat])
+        return [output.reshape(states.shape) for output, states in zip(split, hidden_states, strict=True)]
+
+    def _run_long(self, hidden_states: torch.Tensor, rows: StepRows) -> torch.Tensor:
+        """In chunks whose memory is bounded."""
+        new_tokens = hidden_states.shape[1]
+        if new_tokens == 0:
+            return hidden_states
+        chunk = max(1, MAX_CHUNK_TOKENS // len(hidden_states))
+        outputs = [
+            self.blocks.step(part, PagedCache(self.arena, rows.part(offset, part.shape[1])))
+            for offset, part in zip(range(0, new_tokens, chunk), hidden_states.split(chunk, dim=1), strict=True)
+        ]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
     def _rows(self, request: BlocksRequest) -> list[Row]:
@@ -95,21 +140,3 @@ class BlocksService:
             raise InvalidValueError("session_id", max(ids, key=ids.count), "each session once in a batch")
         starts = request.starts or [self.steps.length(session_id) for session_id in ids]
         return [Row(session_id, start) for session_id, start in zip(ids, starts, strict=True)]
-
-
-def _groups(requests: Sequence[BlocksRequest]) -> list[list[int]]:
-    """Indices of requests that can run as one batch: the same length, all or none with sessions.
-
-    Steps of the same session stay in order, in groups after each other; a reordering runs by itself.
-    """
-    groups: dict[tuple[int, bool, int, int], list[int]] = defaultdict(list)
-    seen: dict[str, int] = defaultdict(int)
-    for index, request in enumerate(requests):
-        ids = request.session_ids or []
-        turn = max((seen[session_id] for session_id in ids), default=0)
-        for session_id in ids:
-            seen[session_id] = turn + 1
-        steps_alone = request.hypo_ids is not None or (request.session_ids is not None and request.starts is None)
-        alone = index + 1 if steps_alone else 0
-        groups[turn, request.session_ids is not None, request.hidden_states.shape[1], alone].append(index)
-    return [groups[key] for key in sorted(groups)]

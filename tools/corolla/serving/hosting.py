@@ -18,6 +18,7 @@ from corolla.kv.steps import SessionSteps
 from corolla.kv.table import SessionTable
 from corolla.kv.token_log import TokenLog
 from corolla.model.block_range import BlockRange
+from corolla.model.decoders import open_decoders
 from corolla.serving.blocks import BlocksService
 from corolla.serving.parameters import ServedModel
 
@@ -33,7 +34,9 @@ class Host:
         self._layout = KVLayout.of(self.checkpoint.config, model.dtype.name, model.attn_cache_tokens, model.page_size)
         on_device = model.device.type != "cpu"
         self._exports = DeviceExports(self._directory / "exports") if on_device else None
-        self.parts = PreparedParts(self.checkpoint, model.dtype.torch, DiskCache.default(), model.device, self._exports)
+        self.parts = PreparedParts(
+            self.checkpoint, model.dtype.torch, DiskCache.default(), model.device, self._exports, model.packed
+        )
 
     def session_table(self) -> SessionTable:
         """The server's session table."""
@@ -54,7 +57,9 @@ class Host:
         else:
             arena = device_arena(self._exports, self._layout, hosted, self.model.device, table.forget_block)
         steps = SessionSteps(table, hosted, lambda: self.parts.generation)
-        return BlocksService(BlockRange(self.parts, hosted), arena, steps, CacheReorderer(steps, arena, hosted))
+        blocks = BlockRange(self.parts, hosted)
+        decoders = open_decoders(self.parts, blocks, arena, self.model.decoder_batch_sizes)
+        return BlocksService(blocks, arena, steps, CacheReorderer(steps, arena, hosted), decoders)
 
 
 class HostedBlocks:

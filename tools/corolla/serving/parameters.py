@@ -9,6 +9,7 @@ import torch
 
 from corolla.dtypes import DType, dtype_named
 from corolla.errors import CorollaError, InvalidValueError
+from corolla.model.batch_sizes import EAGER, check_decoder, joined, parse_batch_sizes, preferred_batch_sizes
 
 
 @dataclass(frozen=True)
@@ -16,6 +17,7 @@ class ServedModel:
     """One model of the repository, as its backend finds it.
 
     `blocks` is empty where the model hosts none; `threads` 0 means one per core of the machine.
+    `decoder_batch_sizes`, descending, is empty with the eager decoder.
     """
 
     name: str
@@ -27,6 +29,13 @@ class ServedModel:
     attn_cache_tokens: int
     page_size: int
     max_short_tokens: int
+    decoder_batch_sizes: tuple[int, ...]
+    batch_channel_capacity: int
+
+    @property
+    def packed(self) -> bool:
+        """Whether weights lie in memory as the CPU kernels of compiled decoders read them."""
+        return bool(self.decoder_batch_sizes) and self.device.type == "cpu"
 
     @classmethod
     def from_arguments(cls, arguments: dict[str, str]) -> "ServedModel":
@@ -45,6 +54,8 @@ class ServedModel:
                 attn_cache_tokens=_natural(values, "attn_cache_tokens"),
                 page_size=_natural(values, "page_size"),
                 max_short_tokens=_natural(values, "max_short_tokens"),
+                decoder_batch_sizes=_decoder_batch_sizes(config, values),
+                batch_channel_capacity=_natural(values, "batch_channel_capacity"),
             )
         except KeyError as error:
             raise CorollaError(
@@ -57,6 +68,25 @@ def _device(arguments: dict[str, str]) -> torch.device:
     if arguments["model_instance_kind"] == "GPU":
         return torch.device("cuda", int(arguments["model_instance_device_id"]))
     return torch.device("cpu")
+
+
+def _decoder_batch_sizes(config: dict[str, Any], values: dict[str, str]) -> tuple[int, ...]:
+    """The sizes to compile for; CorollaError where the dynamic batcher of a block range aims at others."""
+    check_decoder(values["decoder"])
+    if values["decoder"] == EAGER:
+        return ()
+    sizes = parse_batch_sizes(values["decoder_batch_sizes"], _natural(values, "max_batch_size"))
+    if "dynamic_batching" in config and "blocks" in values:
+        batching = config["dynamic_batching"]
+        found = (config["max_batch_size"], sorted(map(int, batching.get("preferred_batch_size", []))))
+        delay = int(batching.get("max_queue_delay_microseconds", 0))
+        if found != (sizes[0], preferred_batch_sizes(sizes)) or delay == 0:
+            raise CorollaError(
+                f"{config['name']}/config.pbtxt: decoder_batch_sizes {joined(sizes)} want max_batch_size {sizes[0]}, "
+                f"preferred_batch_size {preferred_batch_sizes(sizes)} and max_queue_delay_microseconds above 0, but "
+                f"it says {found[0]}, {found[1]} and {delay}; write the repository with `corolla init`"
+            )
+    return sizes
 
 
 def parse_blocks(text: str) -> range:

@@ -1,0 +1,135 @@
+"""The CPU kernels compute what PyTorch computes, for every shape that a model can have.
+
+Tolerances: float32 sums in another order differ by less than 1e-4 here; bfloat16 results, which are rounded once
+from float32 sums, differ from PyTorch's by at most one step of bfloat16 (2^-7 of the value).
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from corolla.checkpoint.disk_cache import DiskCache
+from corolla.errors import EnvironmentProblemError
+from corolla.kernels import build
+from corolla.kernels.ops import paged_attention
+from corolla.kernels.packing import pack, unpack
+
+DTYPES = [torch.float32, torch.bfloat16]
+TOLERANCE = {torch.float32: {"rtol": 0, "atol": 1e-4}, torch.bfloat16: {"rtol": 2**-7, "atol": 1e-2}}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _kernels(suite_cache: Path) -> None:
+    build.load_library(build.build(DiskCache(suite_cache, None)))
+
+
+def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("outputs", "inputs"), [(64, 32), (33, 7), (1, 1), (31, 50), (150, 121)])
+def test_packing_can_be_undone(outputs: int, inputs: int, dtype: torch.dtype) -> None:
+    weight = random(outputs, inputs, dtype=dtype)
+    assert torch.equal(unpack(pack(weight), outputs, inputs), weight)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("outputs", "inputs"), [(64, 32), (33, 7), (1, 1), (31, 50), (150, 121)])
+@pytest.mark.parametrize("rows", [1, 2, 7, 8, 9, 23])
+@pytest.mark.parametrize("biased", [False, True])
+def test_packed_linear_equals_linear(rows: int, outputs: int, inputs: int, biased: bool, dtype: torch.dtype) -> None:
+    x, weight = random(rows, inputs, dtype=dtype), random(outputs, inputs, dtype=dtype, seed=1)
+    bias = random(outputs, dtype=dtype, seed=2) if biased else None
+    result = torch.ops.corolla.packed_linear(x, pack(weight), bias, outputs)
+    expected = nn.functional.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(dtype)
+    torch.testing.assert_close(result, expected, **TOLERANCE[dtype])
+
+
+def test_packed_linear_takes_any_leading_shape_and_any_strides() -> None:
+    x, weight = random(3, 40, 5, dtype=torch.float32).transpose(1, 2), random(33, 40, dtype=torch.float32, seed=1)
+    result = torch.ops.corolla.packed_linear(x, pack(weight), None, 33)
+    torch.testing.assert_close(result, nn.functional.linear(x, weight), **TOLERANCE[torch.float32])
+
+
+def test_packed_linear_refuses_a_weight_that_does_not_fit() -> None:
+    with pytest.raises(RuntimeError, match=r"weight of shape \[2, 7, 32, 1\] does not fit \[1, 9\]"):
+        torch.ops.corolla.packed_linear(torch.zeros(1, 9), pack(torch.zeros(40, 7)), None, 40)
+    with pytest.raises(RuntimeError, match="allowed: float32, bfloat16"):
+        torch.ops.corolla.packed_linear(torch.zeros(1, 7, dtype=torch.float16), pack(torch.zeros(40, 7)), None, 40)
+
+
+class Cache:
+    """Random keys and values of 12 pages of 4 positions, and rows of sessions in them."""
+
+    def __init__(self, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
+        self.keys = random(12, 4, kv_heads, head_dim, dtype=dtype, seed=3)
+        self.values = random(12, 4, kv_heads, head_dim, dtype=dtype, seed=4)
+
+    def attend(self, function: Callable[..., torch.Tensor], *rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        keys, values = self.keys.clone(), self.values.clone()
+        query, key, value, pages, positions = rows
+        return function(query, key, value, keys, values, pages, positions, 0.3), keys, values
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(8, 2, 64), (5, 1, 24), (4, 4, 128), (6, 3, 17)])
+def test_paged_attention_equals_the_form_in_pytorch(
+    heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype
+) -> None:
+    cache = Cache(kv_heads, head_dim, dtype)
+    pages = torch.tensor([[3, 1, 0], [5, 6, 7], [5, 6, 7], [9, 0, 0], [0, 0, 0]], dtype=torch.int32)
+    positions = torch.tensor([6, 8, 9, 0, -1])  # rows 1 and 2 belong to one session, row 4 is padding
+    rows = (
+        random(5, heads, head_dim, dtype=dtype), random(5, kv_heads, head_dim, dtype=dtype, seed=1),
+        random(5, kv_heads, head_dim, dtype=dtype, seed=2), pages, positions,
+    )  # fmt: skip
+    result, keys, values = cache.attend(torch.ops.corolla.paged_attention, *rows)
+    expected, expected_keys, expected_values = cache.attend(paged_attention, *rows)
+    assert torch.equal(keys, expected_keys)
+    assert torch.equal(values, expected_values)
+    torch.testing.assert_close(result, expected, **TOLERANCE[dtype])
+    assert not result[4].any()
+
+
+def test_paged_attention_of_one_session_is_causal_attention() -> None:
+    query, key, value = (random(10, 4, 16, dtype=torch.float32, seed=seed) for seed in range(3))
+    pages = torch.tensor([[2, 0, 1]], dtype=torch.int32).expand(10, 3).contiguous()
+    arguments = (torch.zeros(3, 4, 4, 16), torch.zeros(3, 4, 4, 16), pages, torch.arange(10), 0.25)
+    expected = nn.functional.scaled_dot_product_attention(
+        *(t.transpose(0, 1) for t in (query, key, value)), is_causal=True, scale=0.25
+    ).transpose(0, 1)
+    for function in (torch.ops.corolla.paged_attention, paged_attention):
+        torch.testing.assert_close(function(query, key, value, *arguments), expected, rtol=0, atol=1e-5)
+
+
+def test_the_portable_kernels_compute_the_same(suite_cache: Path) -> None:
+    """In a process of its own: they take the place of the others."""
+    import subprocess
+    import sys
+
+    portable = build.build(DiskCache(suite_cache, None), ("-DCOROLLA_PORTABLE",))
+    code = (
+        "import sys, torch; from pathlib import Path; from corolla.kernels import build, ops; "
+        "from corolla.kernels.packing import pack; build.load_library(Path(sys.argv[1]))\n"
+        "for dtype, atol in ((torch.float32, 1e-4), (torch.bfloat16, 0.1)):\n"
+        "    x, w, b = torch.randn(9, 51).to(dtype), torch.randn(70, 51).to(dtype), torch.randn(70).to(dtype)\n"
+        "    expected = torch.nn.functional.linear(x.float(), w.float(), b.float()).to(dtype)\n"
+        "    torch.testing.assert_close(torch.ops.corolla.packed_linear(x, pack(w), b, 70), expected, rtol=1e-2, atol=atol)"
+    )
+    subprocess.run([sys.executable, "-c", code, str(portable)], check=True)
+
+
+def test_without_a_compiler_the_error_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(EnvironmentProblemError, match=r"no-such-compiler does not run.*apt-get install g\+\+.*eager"):
+        build.build(DiskCache(tmp_path, None))
+    assert not list(tmp_path.glob("kernels/*"))
+
+
+def test_a_compiler_that_fails_is_quoted(tmp_path: Path) -> None:
+    with pytest.raises(EnvironmentProblemError, match="unrecognized command-line option"):
+        build.build(DiskCache(tmp_path, None), ("--no-such-option",))

@@ -1,0 +1,279 @@
+// The CPU kernels of the compiled decoder: a linear layer on packed weights, and attention on the paged KV cache.
+//
+// Both stream memory that is read once a step, weights and keys, at the speed of the memory; see packing.py for the
+// layout of packed weights. Built by build.py for the machine that runs it.
+
+#include <ATen/ATen.h>
+#include <torch/library.h>
+
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <type_traits>
+#include <vector>
+
+#if defined(__AVX512F__) && !defined(COROLLA_PORTABLE)
+#include <immintrin.h>
+#define COROLLA_AVX512
+#if defined(__AVX512BF16__)
+#define COROLLA_AVX512_BF16
+#endif
+#endif
+
+namespace {
+
+constexpr int64_t TILE = 32;        // output features per tile of packed weights
+constexpr int64_t ROWS = 8;         // rows per pass over a tile: 2 * 8 vector accumulators
+constexpr int64_t AHEAD = 4 << 10;  // bytes that weights are prefetched ahead
+constexpr int64_t SOON = 8;         // positions that keys are prefetched ahead
+
+// Packed weights hold `group` neighbouring inputs of one output feature side by side.
+template <typename T>
+constexpr int64_t group = sizeof(T) == 2 ? 2 : 1;
+
+// y[m][0:32] = bias + x[m] . w for M rows; `w` is one tile [ceil(inputs / group)][32][group], sums are float.
+template <typename T, int M>
+struct Tile {
+  static void sums(const T* x, int64_t inputs, const T* w, float (*sum)[TILE]) {
+    constexpr int64_t G = group<T>;
+    for (int64_t k = 0; k < inputs; k += G, w += TILE * G) {
+      for (int m = 0; m < M; ++m) {
+        for (int64_t g = 0; g < G && k + g < inputs; ++g) {
+          const float factor = static_cast<float>(x[m * inputs + k + g]);
+#pragma omp simd
+          for (int64_t n = 0; n < TILE; ++n) sum[m][n] += factor * static_cast<float>(w[n * G + g]);
+        }
+      }
+    }
+  }
+};
+
+#ifdef COROLLA_AVX512
+template <int M>
+struct Tile<float, M> {
+  static void sums(const float* x, int64_t inputs, const float* w, float (*sum)[TILE]) {
+    __m512 low[M], high[M];
+    for (int m = 0; m < M; ++m) low[m] = _mm512_loadu_ps(sum[m]), high[m] = _mm512_loadu_ps(sum[m] + 16);
+    for (int64_t k = 0; k < inputs; ++k, w += TILE) {
+      _mm_prefetch(reinterpret_cast<const char*>(w) + AHEAD, _MM_HINT_T0);
+      _mm_prefetch(reinterpret_cast<const char*>(w) + AHEAD + 64, _MM_HINT_T0);
+      const __m512 first = _mm512_loadu_ps(w), second = _mm512_loadu_ps(w + 16);
+      for (int m = 0; m < M; ++m) {
+        const __m512 factor = _mm512_set1_ps(x[m * inputs + k]);
+        low[m] = _mm512_fmadd_ps(factor, first, low[m]);
+        high[m] = _mm512_fmadd_ps(factor, second, high[m]);
+      }
+    }
+    for (int m = 0; m < M; ++m) _mm512_storeu_ps(sum[m], low[m]), _mm512_storeu_ps(sum[m] + 16, high[m]);
+  }
+};
+#endif
+
+#ifdef COROLLA_AVX512_BF16
+template <int M>
+struct Tile<at::BFloat16, M> {
+  static void sums(const at::BFloat16* x, int64_t inputs, const at::BFloat16* w, float (*sum)[TILE]) {
+    __m512 low[M], high[M];
+    for (int m = 0; m < M; ++m) low[m] = _mm512_loadu_ps(sum[m]), high[m] = _mm512_loadu_ps(sum[m] + 16);
+    const auto add = [&](int64_t k, auto width) {
+      const __m512bh first = (__m512bh)_mm512_loadu_si512(w), second = (__m512bh)_mm512_loadu_si512(w + TILE);
+      for (int m = 0; m < M; ++m) {
+        int32_t pair = 0;
+        std::memcpy(&pair, x + m * inputs + k, width);
+        const __m512bh factor = (__m512bh)_mm512_set1_epi32(pair);
+        low[m] = _mm512_dpbf16_ps(low[m], factor, first);
+        high[m] = _mm512_dpbf16_ps(high[m], factor, second);
+      }
+    };
+    for (int64_t k = 0; k + 1 < inputs; k += 2, w += 2 * TILE) {
+      _mm_prefetch(reinterpret_cast<const char*>(w) + AHEAD, _MM_HINT_T0);
+      _mm_prefetch(reinterpret_cast<const char*>(w) + AHEAD + 64, _MM_HINT_T0);
+      add(k, std::integral_constant<size_t, 4>{});
+    }
+    if (inputs % 2) add(inputs - 1, std::integral_constant<size_t, 2>{});
+    for (int m = 0; m < M; ++m) _mm512_storeu_ps(sum[m], low[m]), _mm512_storeu_ps(sum[m] + 16, high[m]);
+  }
+};
+#endif
+
+template <typename T>
+void store(const float* sum, int64_t width, T* y) {
+  for (int64_t n = 0; n < width; ++n) y[n] = static_cast<T>(sum[n]);
+}
+
+#ifdef COROLLA_AVX512_BF16
+template <>
+void store(const float* sum, int64_t width, at::BFloat16* y) {
+  for (int64_t n = 0; n < width; n += 16) {
+    const __mmask16 mask = width - n < 16 ? (1 << (width - n)) - 1 : 0xffff;
+    _mm256_mask_storeu_epi16(y + n, mask, (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(sum + n)));
+  }
+}
+#endif
+
+template <typename T, int M>
+void tile_rows(const T* x, int64_t inputs, const T* w, const T* bias, int64_t width, T* y, int64_t outputs) {
+  alignas(64) float sum[M][TILE] = {};
+  if (bias)
+    for (int m = 0; m < M; ++m)
+      for (int64_t n = 0; n < width; ++n) sum[m][n] = static_cast<float>(bias[n]);
+  Tile<T, M>::sums(x, inputs, w, sum);
+  for (int m = 0; m < M; ++m) store<T>(sum[m], width, y + m * outputs);
+}
+
+// All rows of one tile; after the first pass of ROWS the tile comes from the core's own cache.
+template <typename T, int M = ROWS>
+void tile_all(int64_t rows, const T* x, int64_t inputs, const T* w, const T* bias, int64_t width, T* y,
+              int64_t outputs) {
+  for (; rows >= M; rows -= M, x += M * inputs, y += M * outputs)
+    tile_rows<T, M>(x, inputs, w, bias, width, y, outputs);
+  if constexpr (M > 1) {
+    if (rows) tile_all<T, M - 1>(rows, x, inputs, w, bias, width, y, outputs);
+  }
+}
+
+template <typename T>
+void linear(const at::Tensor& x, const at::Tensor& weight, const T* bias, at::Tensor& y) {
+  const int64_t inputs = x.size(-1), outputs = y.size(-1), rows = inputs ? x.numel() / inputs : 0;
+  const int64_t tiles = weight.size(0), tile_size = weight.size(1) * TILE * group<T>;
+  const T* in = x.const_data_ptr<T>();
+  const T* w = weight.const_data_ptr<T>();
+  T* out = y.mutable_data_ptr<T>();
+#pragma omp parallel for schedule(static)
+  for (int64_t t = 0; t < tiles; ++t) {
+    const int64_t first = t * TILE, width = std::min(TILE, outputs - first);
+    tile_all<T>(rows, in, inputs, w + t * tile_size, bias ? bias + first : nullptr, width, out + first, outputs);
+  }
+}
+
+template <typename Function>
+void for_dtype(const at::Tensor& tensor, const char* name, Function function) {
+  switch (tensor.scalar_type()) {
+    case at::kFloat: return function(float{});
+    case at::kBFloat16: return function(at::BFloat16{});
+    default: TORCH_CHECK(false, name, ": dtype ", tensor.scalar_type(), "; allowed: float32, bfloat16");
+  }
+}
+
+at::Tensor packed_linear(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+                         int64_t out_features) {
+  const at::Tensor in = x.contiguous();
+  std::vector<int64_t> shape = in.sizes().vec();
+  shape.back() = out_features;
+  at::Tensor y = at::empty(shape, in.options());
+  for_dtype(in, "packed_linear", [&](auto zero) {
+    using T = decltype(zero);
+    TORCH_CHECK(weight.is_contiguous() && weight.dim() == 4 && weight.size(2) == TILE && weight.size(3) == group<T> &&
+                    weight.size(0) * TILE >= out_features && weight.size(1) * group<T> >= in.size(-1),
+                "packed_linear: weight of shape ", weight.sizes(), " does not fit ", in.sizes());
+    linear<T>(in, weight, bias ? bias->const_data_ptr<T>() : nullptr, y);
+  });
+  return y;
+}
+
+// The pages of one row: position -> keys or values of one head.
+template <typename T>
+struct Pages {
+  T* memory;
+  const int32_t* pages;
+  int64_t page_size, heads, head_dim;
+  T* at(int64_t position, int64_t head) const {
+    const int64_t slot = pages[position / page_size] * page_size + position % page_size;
+    return memory + (slot * heads + head) * head_dim;
+  }
+};
+
+// One key-value head of one row, with all query heads that share it. DIM is the head dimension, 0 for any.
+template <typename T, int64_t DIM>
+void attend(const T* query, const Pages<T>& keys, const Pages<T>& values, int64_t head, int64_t length,
+            int64_t queries, float scale, T* out) {
+  const int64_t dim = DIM ? DIM : keys.head_dim;
+  thread_local std::vector<float> scores, scaled, sums, row;
+  scores.resize(queries * length), scaled.resize(queries * dim), row.resize(dim);
+  sums.assign(queries * dim, 0.0f);
+  for (int64_t i = 0; i < queries * dim; ++i) scaled[i] = scale * static_cast<float>(query[i]);
+  float* wide = row.data();
+  const auto fetch = [&](const T* address) {
+    for (int64_t d = 0; d < dim; d += 64 / sizeof(T)) __builtin_prefetch(address + d);
+  };
+  for (int64_t p = 0; p < length; ++p) {
+    const T* key = keys.at(p, head);
+    if (p + SOON < length) fetch(keys.at(p + SOON, head));
+    fetch(values.at(p, head));
+#pragma omp simd
+    for (int64_t d = 0; d < dim; ++d) wide[d] = static_cast<float>(key[d]);
+    for (int64_t q = 0; q < queries; ++q) {
+      const float* one = scaled.data() + q * dim;
+      float score = 0.0f;
+#pragma omp simd reduction(+ : score)
+      for (int64_t d = 0; d < dim; ++d) score += one[d] * wide[d];
+      scores[q * length + p] = score;
+    }
+  }
+  for (int64_t q = 0; q < queries; ++q) {
+    float* mine = scores.data() + q * length;
+    float most = -std::numeric_limits<float>::infinity(), total = 0.0f;
+#pragma omp simd reduction(max : most)
+    for (int64_t p = 0; p < length; ++p) most = std::max(most, mine[p]);
+#pragma omp simd reduction(+ : total)
+    for (int64_t p = 0; p < length; ++p) total += mine[p] = ::expf(mine[p] - most);
+    for (int64_t p = 0; p < length; ++p) mine[p] /= total;
+  }
+  for (int64_t p = 0; p < length; ++p) {
+    const T* value = values.at(p, head);
+#pragma omp simd
+    for (int64_t d = 0; d < dim; ++d) wide[d] = static_cast<float>(value[d]);
+    for (int64_t q = 0; q < queries; ++q) {
+      const float weight = scores[q * length + p];
+      float* sum = sums.data() + q * dim;
+#pragma omp simd
+      for (int64_t d = 0; d < dim; ++d) sum[d] += weight * wide[d];
+    }
+  }
+  for (int64_t i = 0; i < queries * dim; ++i) out[i] = static_cast<T>(sums[i]);
+}
+
+at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                           const at::Tensor& keys, const at::Tensor& values, const at::Tensor& pages,
+                           const at::Tensor& positions, double scale) {
+  const at::Tensor q = query.contiguous(), k = key.contiguous(), v = value.contiguous();
+  const int64_t rows = q.size(0), heads = q.size(1), dim = q.size(2), kv_heads = k.size(1), shared = heads / kv_heads;
+  const int64_t page_size = keys.size(1), width = pages.size(1);
+  const int32_t* table = pages.const_data_ptr<int32_t>();
+  const int64_t* ends = positions.const_data_ptr<int64_t>();
+  at::Tensor out = at::zeros_like(q);
+  for_dtype(q, "paged_attention", [&](auto zero) {
+    using T = decltype(zero);
+    T* key_memory = const_cast<T*>(keys.const_data_ptr<T>());
+    T* value_memory = const_cast<T*>(values.const_data_ptr<T>());
+    const auto pages_of = [&](T* memory, int64_t row) {
+      return Pages<T>{memory, table + row * width, page_size, kv_heads, dim};
+    };
+    const T *qs = q.const_data_ptr<T>(), *ks = k.const_data_ptr<T>(), *vs = v.const_data_ptr<T>();
+    T* results = out.mutable_data_ptr<T>();
+    const int64_t bytes = kv_heads * dim * sizeof(T);
+    int64_t work = 0;
+    for (int64_t row = 0; row < rows; ++row) {
+      if (ends[row] < 0) continue;
+      work += ends[row] + 1;
+      std::memcpy(pages_of(key_memory, row).at(ends[row], 0), ks + row * kv_heads * dim, bytes);
+      std::memcpy(pages_of(value_memory, row).at(ends[row], 0), vs + row * kv_heads * dim, bytes);
+    }
+#pragma omp parallel for schedule(dynamic) if (work * heads * dim > 1 << 15)
+    for (int64_t task = 0; task < rows * kv_heads; ++task) {
+      const int64_t row = task / kv_heads, head = task % kv_heads, first = (row * heads + head * shared) * dim;
+      const auto attend_in = dim == 64 ? attend<T, 64> : dim == 128 ? attend<T, 128> : attend<T, 0>;
+      if (ends[row] >= 0)
+        attend_in(qs + first, pages_of(key_memory, row), pages_of(value_memory, row), head, ends[row] + 1, shared,
+                  static_cast<float>(scale), results + first);
+    }
+  });
+  return out;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(corolla, CPU, library) {
+  library.impl("packed_linear", packed_linear);
+  library.impl("paged_attention", paged_attention);
+}

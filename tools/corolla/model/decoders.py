@@ -1,0 +1,134 @@
+"""Compiled decoders: one step of many rows, on the smallest compiled batch size that holds them."""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from corolla.checkpoint.prepared import PreparedParts
+from corolla.kv.arena import KVArena
+from corolla.model.attention import PagedBlock, PagedRows
+from corolla.model.batch_sizes import size_for
+from corolla.model.block_range import BlockRange
+from corolla.model.graphs import GraphedChain
+from corolla.model.programs import BlockProgram, BlockPrograms
+
+
+class ChainStep(Protocol):
+    """One step of a fixed number of rows through all blocks: hidden states [N, 1, H] to the same.
+
+    `cosines` and `sines` are [N, 1, head_dim].
+    """
+
+    def __call__(
+        self, hidden_states: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, rows: PagedRows
+    ) -> torch.Tensor: ...
+
+
+class Decoders:
+    """A chain compiled for each of `sizes`, descending. Used by one thread at a time.
+
+    `rows` and `padding` count, per size, the rows that ran and those that were padded.
+    """
+
+    def __init__(self, chain: ChainStep, blocks: BlockRange, sizes: Sequence[int]) -> None:
+        self.sizes = tuple(sizes)
+        self.rows: Counter[int] = Counter()
+        self.padding: Counter[int] = Counter()
+        self._chain = chain
+        self._rotary = blocks.rotary
+
+    @torch.inference_mode()
+    def step(self, hidden_states: torch.Tensor, rows: PagedRows) -> torch.Tensor:
+        """One position per row: hidden states [N, 1, H] to the same. More rows than the largest size are split."""
+        largest = self.sizes[0]
+        pieces = zip(
+            hidden_states.split(largest), rows.pages.split(largest), rows.positions.split(largest), strict=True
+        )
+        outputs = [self._step(piece, PagedRows(pages, positions)) for piece, pages, positions in pieces]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def _step(self, hidden_states: torch.Tensor, rows: PagedRows) -> torch.Tensor:
+        count = len(hidden_states)
+        size = size_for(count, self.sizes)
+        missing = size - count
+        self.rows[size] += count
+        self.padding[size] += missing
+        if missing:
+            hidden_states = nn.functional.pad(hidden_states, (0, 0, 0, 0, 0, missing))
+            pages = nn.functional.pad(rows.pages, (0, 0, 0, missing))
+            rows = PagedRows(pages, nn.functional.pad(rows.positions, (0, missing), value=-1))
+        cosines, sines = self._rotary(rows.positions[:, None])
+        return self._chain(hidden_states, cosines, sines, rows)[:count]
+
+
+class CompiledChain:
+    """On CPUs: programs of inductor, one per batch size, run block by block."""
+
+    def __init__(self, parts: PreparedParts, blocks: BlockRange, arena: KVArena, sizes: Sequence[int]) -> None:
+        """Compiles what the disk cache does not hold yet, some 7 s per size."""
+        programs = BlockPrograms(parts.checkpoint.config, parts.cache)
+        self._caches = [paged_block(arena, index) for index in blocks.blocks]
+        self._weights = [list(layer.parameters()) for layer in blocks.layers]
+        cosines = blocks.rotary(torch.zeros(1, dtype=torch.int64))[0]
+        self._programs: dict[int, list[BlockProgram]] = {
+            size: [
+                programs.get(layer, cosines, cache, size)
+                for layer, cache in zip(blocks.layers, self._caches, strict=True)
+            ]
+            for size in sizes
+        }
+
+    def __call__(
+        self, hidden_states: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, rows: PagedRows
+    ) -> torch.Tensor:
+        """See ChainStep."""
+        blocks = zip(self._programs[len(hidden_states)], self._caches, self._weights, strict=True)
+        for program, cache, weights in blocks:
+            inputs = [hidden_states, cosines, sines, cache.keys, cache.values, rows.pages, rows.positions, *weights]
+            (hidden_states,) = program(inputs)
+        return hidden_states
+
+
+class EagerChain:
+    """The same step on the modules themselves: what graphs of a device are captured from."""
+
+    def __init__(self, blocks: BlockRange, arena: KVArena) -> None:
+        self._layers = blocks.layers
+        self._caches = [paged_block(arena, index) for index in blocks.blocks]
+
+    def __call__(
+        self, hidden_states: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, rows: PagedRows
+    ) -> torch.Tensor:
+        """See ChainStep."""
+        for layer, cache in zip(self._layers, self._caches, strict=True):
+            hidden_states = layer(
+                hidden_states,
+                position_ids=rows.positions[:, None],
+                position_embeddings=(cosines, sines),
+                past_key_values=cache,
+                rows=rows,
+                block=cache,
+            )
+        return hidden_states
+
+
+def open_decoders(parts: PreparedParts, blocks: BlockRange, arena: KVArena, sizes: Sequence[int]) -> Decoders | None:
+    """The decoders of a process; None for no sizes, that is, with the eager decoder."""
+    if not sizes:
+        return None
+    chain: ChainStep
+    if arena.device.type == "cpu":
+        chain = CompiledChain(parts, blocks, arena, sizes)
+    else:
+        chain = GraphedChain(EagerChain(blocks, arena))
+    return Decoders(chain, blocks, sizes)
+
+
+def paged_block(arena: KVArena, block: int) -> PagedBlock:
+    """A block's part of the arena, page by page."""
+    cache, layout = arena[block], arena.layout
+    shape = (layout.pages, layout.page_size, layout.kv_heads, layout.head_dim)
+    return PagedBlock(cache.keys.view(shape), cache.values.view(shape))
