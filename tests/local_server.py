@@ -14,7 +14,7 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from corolla.checkpoint.folder import CheckpointFolder
 from corolla.dtypes import dtype_named
-from corolla.generate.engine import GenerateEngine
+from corolla.generate.engine import EngineLimits, GenerateEngine
 from corolla.generate.sequence import Finished
 from corolla.kv.session import OpenRequest
 from corolla.model.ends import Embedding, Head
@@ -61,7 +61,9 @@ class LocalServer:
         self.run_directory = folder / "run"
         write_repository(plan, self.repository)
         self._plan = plan
-        with mock.patch.dict(os.environ, COROLLA_RUN_DIR=str(self.run_directory), COROLLA_CACHE=str(cache or folder / "cache")):
+        with mock.patch.dict(
+            os.environ, COROLLA_RUN_DIR=str(self.run_directory), COROLLA_CACHE=str(cache or folder / "cache")
+        ):
             self.embedding = Embedding(self._host("embed").parts)
             self.head = Head(self._host("head").parts)
             self.table = self._host("sessions").session_table()
@@ -95,7 +97,7 @@ class LocalServer:
             table=self.table,
             log=self._token_log,
             run_ranges=self._prefill,
-            max_short_tokens=self._plan.max_short_tokens,
+            limits=EngineLimits(self._plan.max_short_tokens, self._plan.batch_channel_capacity),
         )
 
     def _prefill(self, hidden_states: torch.Tensor, session_id: str, start: int) -> None:

@@ -90,7 +90,11 @@ def test_a_bad_row_fails_alone(compiled: Served) -> None:
     good = server.open(4)
     try:
         results = server.chain.run(
-            [BlocksRequest(hidden, [good], [0]), BlocksRequest(hidden, ["nobody"], [0]), BlocksRequest(hidden, [good], [3])]
+            [
+                BlocksRequest(hidden, [good], [0]),
+                BlocksRequest(hidden, ["nobody"], [0]),
+                BlocksRequest(hidden, [good], [3]),
+            ]
         )
     finally:
         server.table.close(good)

@@ -118,7 +118,8 @@ def test_the_portable_kernels_compute_the_same(suite_cache: Path) -> None:
         "for dtype, atol in ((torch.float32, 1e-4), (torch.bfloat16, 0.1)):\n"
         "    x, w, b = torch.randn(9, 51).to(dtype), torch.randn(70, 51).to(dtype), torch.randn(70).to(dtype)\n"
         "    expected = torch.nn.functional.linear(x.float(), w.float(), b.float()).to(dtype)\n"
-        "    torch.testing.assert_close(torch.ops.corolla.packed_linear(x, pack(w), b, 70), expected, rtol=1e-2, atol=atol)"
+        "    result = torch.ops.corolla.packed_linear(x, pack(w), b, 70)\n"
+        "    torch.testing.assert_close(result, expected, rtol=1e-2, atol=atol)"
     )
     subprocess.run([sys.executable, "-c", code, str(portable)], check=True)
 

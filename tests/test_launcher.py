@@ -306,7 +306,6 @@ class TestRecovery:
             client.load_model("third")
         infer(server, "third")
 
-
     def test_restarts_tritonserver_if_models_cannot_be_reloaded(self, backends: Path, repository: Path) -> None:
         with RunningServer(repository, "--model-control-mode=none", backends=backends) as server:
             first = server.pid

@@ -167,9 +167,7 @@ def test_streamed_pieces_never_split_a_character(remote: Remote) -> None:
         pieces = [c.text for c in streamed(remote, prompt_of(6), random_seed=seed, temperature=2.0, max_tokens=200)]
         assert not any(piece.endswith("\ufffd") for piece in pieces[:-1])
         texts_seen.append("".join(pieces))
-        assert texts_seen[-1] == expected_text(
-            remote, prompt_of(6), seed=seed, temperature=2.0, max_new_tokens=200
-        )
+        assert texts_seen[-1] == expected_text(remote, prompt_of(6), seed=seed, temperature=2.0, max_new_tokens=200)
     assert any(ord(character) > 0x7F and character != "\ufffd" for text in texts_seen for character in text)
 
 

@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from corolla.generate.engine import GenerateEngine
+from corolla.generate.engine import EngineLimits, GenerateEngine
 from corolla.generate.request import parse_request
 from corolla.model.ends import Embedding, Head
 from corolla.serving.adapter import FINAL, error_response, scalar, step_blocks, strings
@@ -29,7 +29,7 @@ class TritonPythonModel:
             table=table,
             log=host.token_log(),
             run_ranges=partial(step_blocks, "ranges"),
-            max_short_tokens=model.max_short_tokens,
+            limits=EngineLimits(model.max_short_tokens, model.batch_channel_capacity),
         )
 
     def execute(self, requests):

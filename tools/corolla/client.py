@@ -25,6 +25,8 @@ _OPTIONS = {
     "presence_penalty": "FP32",
     "frequency_penalty": "FP32",
     "random_seed": "UINT64",
+    "priority": "INT32",
+    "timeout": "FP32",
     "session_id": "BYTES",
     "stop_words": "BYTES",
     "bad_words": "BYTES",

@@ -2,7 +2,7 @@
 
 import os
 
-THREAD_SETTINGS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "5000"}
+THREAD_SETTINGS = {"OMP_WAIT_POLICY": "ACTIVE", "GOMP_SPINCOUNT": "5000"}
 """Idle threads spin for a moment only, long enough for the next kernel of the same step: threads that spin on starve
 those of other models (steps of 6 ms took 70), threads that sleep at once wake too late (6 ms took 13)."""
 

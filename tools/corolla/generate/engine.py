@@ -4,8 +4,9 @@ import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from threading import Lock, Semaphore
 from typing import Protocol
 
@@ -14,10 +15,10 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 
 from corolla.checkpoint.folder import CheckpointFolder
 from corolla.errors import CheckpointError, InvalidValueError, OverloadedError
-from corolla.generate.loop import GenerateLoop
+from corolla.generate.loop import GenerateLoop, LoopLimits
 from corolla.generate.replay import replay
 from corolla.generate.request import DEFAULT_MAX_TOKENS, GenerationRequest
-from corolla.generate.sampling import TokenChooser
+from corolla.generate.sampling import Prediction, TokenChooser
 from corolla.generate.sequence import Output, Sequence
 from corolla.generate.text import TextStream
 from corolla.kv.session import OpenRequest, Session
@@ -28,8 +29,6 @@ from corolla.serving.blocks import BlocksRequest, BlocksService
 
 logger = logging.getLogger(__name__)
 
-OPEN_TIMEOUT = 30.0
-"""Seconds a generation waits for room in the cache before it is refused."""
 KEEP_BROKEN_OFF = 25.0
 """Seconds for which the session of a generation that was broken off is kept."""
 PREFILL_CHUNK = 512
@@ -51,6 +50,14 @@ class Blocks(Protocol):
         """The service on memory that is valid now."""
 
 
+@dataclass(frozen=True)
+class EngineLimits:
+    """Parameters of the `generate` model: prompts of more than `max_short_tokens` go through the ranges."""
+
+    max_short_tokens: int
+    batch_channel_capacity: int = 1
+
+
 class GenerateEngine:
     """Generates text on the merged chain of this process; long prompts are computed in the range processes."""
 
@@ -63,7 +70,7 @@ class GenerateEngine:
         table: SessionTable,
         log: TokenLog,
         run_ranges: RunRanges,
-        max_short_tokens: int,
+        limits: EngineLimits,
     ) -> None:
         self._tokenizer = _load_tokenizer(checkpoint)
         self._defaults = _load_defaults(checkpoint)
@@ -76,11 +83,16 @@ class GenerateEngine:
         self._running: set[str] = set()
         self._guard = Lock()
         self._run_ranges = run_ranges
-        self._max_short_tokens = max_short_tokens
+        self._max_short_tokens = limits.max_short_tokens
         self._places = Semaphore(MAX_WAITING)
         self._waiting = ThreadPoolExecutor(MAX_WAITING, thread_name_prefix="waiting")
         self._prefills = ThreadPoolExecutor(MAX_PREFILLS, thread_name_prefix="prefill")
-        self._loop = GenerateLoop(self._step, self._release, max_batch_size=max_short_tokens)
+        decoders = blocks.current.decoders
+        self._loop = GenerateLoop(
+            self._step,
+            self._release,
+            LoopLimits(limits.max_short_tokens, decoders.sizes[0] if decoders else 1, limits.batch_channel_capacity),
+        )
 
     def start(self, request: GenerationRequest, output: Output) -> None:
         """Checks a request and starts it; its text goes to `output`.
@@ -114,13 +126,14 @@ class GenerateEngine:
     def _admit(self, sequence: Sequence) -> None:
         """Starts a generation that fits at once; another one waits for room without holding up others."""
         max_length = len(sequence.prompt_ids) + sequence.max_tokens
-        wanted = OpenRequest(max_length, timeout=0.0, idle_timeout=KEEP_BROKEN_OFF)
+        request = sequence.request
+        wanted = OpenRequest(max_length, timeout=0.0, priority=request.priority, idle_timeout=KEEP_BROKEN_OFF)
         try:
             session = self._table.open(wanted)
         except CacheFullError as error:
             if not self._places.acquire(blocking=False):
                 raise OverloadedError(f"{MAX_WAITING} generations wait for room already; retry later") from error
-            self._waiting.submit(self._wait_for_room, sequence, replace(wanted, timeout=OPEN_TIMEOUT))
+            self._waiting.submit(self._wait_for_room, sequence, replace(wanted, timeout=request.timeout))
         else:
             self._begin(sequence, session)
 
@@ -197,17 +210,18 @@ class GenerateEngine:
                 sequence.cached += len(chunk)
             self._loop.join(sequence)
 
-    def _step(self, sequences: list[Sequence]) -> list[torch.Tensor | Exception]:
-        hidden_states = self._embedding(torch.tensor([sequence.pending for sequence in sequences]))
+    def _step(self, sequences: list[Sequence]) -> list[Prediction | Exception]:
+        pending = [sequence.pending for sequence in sequences]
+        hidden_states = self._embedding(torch.tensor([list(chain.from_iterable(pending))]))
         results = self._blocks.current.run(
             [
-                BlocksRequest(row[None], [sequence.session_id], [sequence.cached])
-                for row, sequence in zip(hidden_states, sequences, strict=True)
+                BlocksRequest(part, [sequence.session_id], [sequence.cached])
+                for part, sequence in zip(hidden_states.split(list(map(len, pending)), 1), sequences, strict=True)
             ]
         )
         done = [result[:, -1:] for result in results if isinstance(result, torch.Tensor)]
-        logits = iter(self._head(torch.cat(done))[:, 0] if done else ())
-        return [next(logits) if isinstance(result, torch.Tensor) else result for result in results]
+        predictions = iter(Prediction.of_rows(self._head(torch.cat(done))[:, 0]) if done else ())
+        return [next(predictions) if isinstance(result, torch.Tensor) else result for result in results]
 
     def _release(self, sequence: Sequence) -> None:
         sequence.resources.close()

@@ -2,76 +2,88 @@
 
 import logging
 from collections.abc import Callable
-from queue import Empty, SimpleQueue
-from threading import Thread
+from dataclasses import dataclass
+from threading import Lock, Thread
 
-import torch
-
-from corolla.generate.sequence import Sequence, StepFunction
+from corolla.generate.admission import AdmissionQueue, Preparer
+from corolla.generate.channel import BatchChannel
+from corolla.generate.sequence import Prediction, Sequence, StepFunction
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class LoopLimits:
+    """How much the loop does at once.
+
+    `max_batch_size` is rows per step, `most_prompt_tokens` prompt tokens of several newcomers that run together,
+    `channel_capacity` batches of newcomers that may be ready ahead; see BatchChannel.
+    """
+
+    max_batch_size: int
+    most_prompt_tokens: int = 1
+    channel_capacity: int = 1
 
 
 class GenerateLoop:
     """One thread that owns the model. `release` is called once for every sequence that leaves, however it ends.
 
-    Each turn runs the prompts of at most one newcomer and one step of everybody else, so that no prompt holds
-    up running generations for longer than its own step.
+    Newcomers go through the admission queue into batches, which a second thread prepares, and through the batch
+    channel into the loop. Each turn runs the prompts of at most one such batch and one step of everybody else, so
+    that no prompt holds up running generations for longer than its own step.
     """
 
-    def __init__(self, step: StepFunction, release: Callable[[Sequence], None], max_batch_size: int) -> None:
+    def __init__(self, step: StepFunction, release: Callable[[Sequence], None], limits: LoopLimits) -> None:
         self._step = step
         self._release = release
-        self._max_batch_size = max_batch_size
-        self._arrived: SimpleQueue[Sequence | None] = SimpleQueue()
-        self._newcomers: list[Sequence] = []
+        self._max_batch_size = limits.max_batch_size
+        self.queue = AdmissionQueue()
+        self.channel: BatchChannel[list[Sequence]] = BatchChannel(limits.channel_capacity)
         self._running: list[Sequence] = []
         self._stopping = False
+        self._joining = Lock()
+        self._preparer = Preparer(self.queue, self.channel, limits.most_prompt_tokens)
         self._thread = Thread(target=self._run, name="generate-loop", daemon=True)
         self._thread.start()
 
     def join(self, sequence: Sequence) -> None:
-        """Lets a sequence with an open session take part from the next turn on."""
-        self._arrived.put(sequence)
+        """Lets a sequence with an open session take part as soon as its turn comes."""
+        with self._joining:
+            if not self._stopping:
+                self.queue.put(sequence)
+                return
+        self._leave(sequence, RuntimeError("the server is stopping"))
 
     def stop(self) -> None:
-        """Ends the loop; running generations fail."""
-        self._arrived.put(None)
+        """Ends the loop after the step that runs; all generations fail."""
+        with self._joining:
+            self._stopping = True
+        self.queue.close()
+        self.channel.close()
         self._thread.join()
 
     def _run(self) -> None:
         while not self._stopping:
-            self._welcome()
-            self._drop_cancelled()
-            if self._newcomers:
-                self._advance([self._newcomers.pop(0)])
+            batch = self.channel.take(wait=not self._running) or []
+            self._drop_cancelled(batch)
+            self._running += [sequence for sequence in batch if len(sequence.pending) == 1]
+            if prompts := [sequence for sequence in batch if len(sequence.pending) > 1]:
+                self._advance(prompts)
             for start in range(0, len(self._running), self._max_batch_size):
                 self._advance(self._running[start : start + self._max_batch_size])
             self._running = [sequence for sequence in self._running if sequence.session_id]
-        for sequence in [*self._running, *self._newcomers]:
+        self._preparer.join()
+        left = [*self._running, *(s for batch in self.channel.drain() for s in batch), *self.queue.remove(bool)]
+        for sequence in left:
             self._leave(sequence, RuntimeError("the server is stopping"))
 
-    def _welcome(self) -> None:
-        """Takes what has arrived; waits for something when there is nothing to do."""
-        idle = not (self._running or self._newcomers)
-        try:
-            while True:
-                arrived = self._arrived.get(block=idle)
-                idle = False
-                if arrived is None:
-                    self._stopping = True
-                elif len(arrived.pending) == 1:
-                    self._running.append(arrived)
-                else:
-                    self._newcomers.append(arrived)
-        except Empty:
-            return
-
-    def _drop_cancelled(self) -> None:
-        for waiting in (self._running, self._newcomers):
+    def _drop_cancelled(self, batch: list[Sequence]) -> None:
+        for waiting in (self._running, batch):
             for sequence in [s for s in waiting if s.output.cancelled]:
                 waiting.remove(sequence)
                 self._leave(sequence)
+        for sequence in self.queue.remove(lambda waiting: waiting.output.cancelled):
+            self._leave(sequence)
 
     def _advance(self, sequences: list[Sequence]) -> None:
         try:
@@ -86,7 +98,7 @@ class GenerateLoop:
                 logger.exception("a token could not be chosen")
                 self._leave(sequence, error)
 
-    def _accept(self, sequence: Sequence, result: torch.Tensor | Exception) -> None:
+    def _accept(self, sequence: Sequence, result: Prediction | Exception) -> None:
         joining = len(sequence.pending) > 1
         if isinstance(result, Exception):
             self._leave(sequence, result)

@@ -8,6 +8,7 @@ from typing import Any
 from corolla.errors import InvalidValueError
 
 DEFAULT_MAX_TOKENS = 16
+DEFAULT_TIMEOUT = 30.0
 MAX_WORDS = 256
 LOWEST_TEMPERATURE = 1e-5
 
@@ -19,7 +20,8 @@ class GenerationRequest:
     `max_tokens` counts new tokens; None: 16, or what is left of the context. `temperature` 0 or `top_k` 1 mean
     greedy. `session_id` names a generation that was broken off: the text after `text_input` is sent again and
     goes on from there. `stop_words` end the text and are not part of it; `bad_words` never occur in it. `echo` puts the
-    prompt in front of the first text. `random_seed` None: unpredictable.
+    prompt in front of the first text. `random_seed` None: unpredictable. Lower `priority` is served first: 0 is for
+    people who wait, larger numbers for batch work. `timeout` is how long to wait for room in the cache, in seconds.
     """
 
     text_input: str
@@ -34,6 +36,8 @@ class GenerationRequest:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     random_seed: int | None = None
+    priority: int = 0
+    timeout: float = DEFAULT_TIMEOUT
     stop_words: tuple[str, ...] = ()
     bad_words: tuple[str, ...] = ()
     ignore_eos: bool = False
@@ -165,6 +169,8 @@ _FIELDS: dict[str, Callable[[str, Any], Any]] = {
     "presence_penalty": _real(-2, 2),
     "frequency_penalty": _real(-2, 2),
     "random_seed": _integer(0, 2**64 - 1),
+    "priority": _integer(-(2**31), 2**31 - 1),
+    "timeout": _real(0, 3600),
     "stop_words": _words,
     "bad_words": _words,
     "ignore_eos": _boolean,

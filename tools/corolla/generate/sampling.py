@@ -2,6 +2,7 @@
 
 import secrets
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase
@@ -31,6 +32,19 @@ class PresenceFrequencyPenalty(hf.LogitsProcessor):
         return scores - self._frequency * counts - self._presence * (counts > 0)
 
 
+@dataclass(frozen=True)
+class Prediction:
+    """What a model says of the next token: its logits [V] float32, and which of them is the largest."""
+
+    logits: torch.Tensor
+    best: int
+
+    @classmethod
+    def of_rows(cls, logits: torch.Tensor) -> list["Prediction"]:
+        """One per row of logits [N, V]."""
+        return [cls(row, best) for row, best in zip(logits, logits.argmax(-1).tolist(), strict=True)]
+
+
 class TokenChooser:
     """Chooses the tokens of one generation from its logits.
 
@@ -57,9 +71,11 @@ class TokenChooser:
             for _ in range(tokens):
                 torch.multinomial(torch.ones(1, vocabulary), 1, generator=self._generator)
 
-    def choose(self, token_ids: Sequence[int], logits: torch.Tensor) -> int:
-        """The token after `token_ids` (prompt and new tokens so far), from its logits [V] float32."""
-        scores = logits[None]
+    def choose(self, token_ids: Sequence[int], prediction: Prediction) -> int:
+        """The token after `token_ids` (prompt and new tokens so far)."""
+        if not self._processors and not self._sample:
+            return prediction.best
+        scores = prediction.logits[None]
         if self._processors:
             scores = self._processors(torch.tensor([token_ids]), scores)
         if not self._sample:

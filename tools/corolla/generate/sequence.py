@@ -5,10 +5,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import torch
-
 from corolla.generate.request import GenerationRequest
-from corolla.generate.sampling import TokenChooser
+from corolla.generate.sampling import Prediction, TokenChooser
 from corolla.generate.text import TextStream
 
 
@@ -78,10 +76,10 @@ class Sequence:
         """Tokens the model has not seen yet: the prompt's rest, then always the newest one."""
         return self.token_ids[self.cached :]
 
-    def accept(self, logits: torch.Tensor) -> Finished | None:
-        """Chooses the next token from logits [V], sends its text; returns how it ended, if it did."""
+    def accept(self, prediction: Prediction) -> Finished | None:
+        """Chooses the next token, sends its text; returns how it ended, if it did."""
         self.cached = len(self.token_ids)
-        token = self.chooser.choose(self.token_ids, logits)
+        token = self.chooser.choose(self.token_ids, prediction)
         self.log(self.cached, token)
         text, finished = self.append(token)
         if self.request.echo and self.new_tokens == 1:
@@ -109,5 +107,5 @@ class Sequence:
         return Finished(reason, len(self.prompt_ids), self.new_tokens)
 
 
-StepFunction = Callable[[list[Sequence]], "list[torch.Tensor | Exception]"]
-"""Runs the pending tokens of sequences with equally many of them: logits [V] after the last, or an error, each."""
+StepFunction = Callable[[list[Sequence]], "list[Prediction | Exception]"]
+"""Runs the pending tokens of sequences: what the model predicts after the last one of each, or an error."""

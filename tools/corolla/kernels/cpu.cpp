@@ -139,7 +139,7 @@ void linear(const at::Tensor& x, const at::Tensor& weight, const T* bias, at::Te
   const T* in = x.const_data_ptr<T>();
   const T* w = weight.const_data_ptr<T>();
   T* out = y.mutable_data_ptr<T>();
-#pragma omp parallel for schedule(static)
+#pragma omp parallel for schedule(dynamic)
   for (int64_t t = 0; t < tiles; ++t) {
     const int64_t first = t * TILE, width = std::min(TILE, outputs - first);
     tile_all<T>(rows, in, inputs, w + t * tile_size, bias ? bias + first : nullptr, width, out + first, outputs);

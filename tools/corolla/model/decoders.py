@@ -69,15 +69,12 @@ class CompiledChain:
 
     def __init__(self, parts: PreparedParts, blocks: BlockRange, arena: KVArena, sizes: Sequence[int]) -> None:
         """Compiles what the disk cache does not hold yet, some 7 s per size."""
-        programs = BlockPrograms(parts.checkpoint.config, parts.cache)
+        checkpoint = parts.checkpoint
+        programs = BlockPrograms(checkpoint.path, checkpoint.config, arena.layout.page_size, parts.cache)
         self._caches = [paged_block(arena, index) for index in blocks.blocks]
         self._weights = [list(layer.parameters()) for layer in blocks.layers]
-        cosines = blocks.rotary(torch.zeros(1, dtype=torch.int64))[0]
         self._programs: dict[int, list[BlockProgram]] = {
-            size: [
-                programs.get(layer, cosines, cache, size)
-                for layer, cache in zip(blocks.layers, self._caches, strict=True)
-            ]
+            size: [programs.get(layer, index, size) for layer, index in zip(blocks.layers, blocks.blocks, strict=True)]
             for size in sizes
         }
 

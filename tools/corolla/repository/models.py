@@ -150,6 +150,8 @@ _GENERATE_OPTIONS = (
     ("beam_width", TYPE_INT32, 1),
     ("random_seed", TYPE_UINT64, 1),
     ("seed", TYPE_UINT64, 1),
+    ("priority", TYPE_INT32, 1),
+    ("timeout", TYPE_FP32, 1),
     ("stop_words", TYPE_STRING, -1),
     ("bad_words", TYPE_STRING, -1),
     ("return_num_input_tokens", TYPE_BOOL, 1),

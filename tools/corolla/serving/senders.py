@@ -1,6 +1,7 @@
 """Responses are sent from threads of their own, so that the generate loop never waits for a client."""
 
 import logging
+import time
 from itertools import cycle
 from queue import SimpleQueue
 from threading import Lock, Thread
@@ -14,6 +15,9 @@ from corolla.serving.adapter import FINAL, error_response, response
 logger = logging.getLogger(__name__)
 
 SENDER_THREADS = 4
+RESPONSES_PER_SECOND = 400
+"""What all streams together may send. A response costs half a millisecond of processor time in this process,
+tritonserver and a client beside them; without a limit, 16 streams would take a third of a machine with two cores."""
 
 
 class SenderThreads:
@@ -22,12 +26,24 @@ class SenderThreads:
     def __init__(self) -> None:
         self._queues: list[SimpleQueue[ResponseStream]] = [SimpleQueue() for _ in range(SENDER_THREADS)]
         self._next = cycle(self._queues)
+        self._guard = Lock()
+        self._streams = 0
         for queue in self._queues:
             Thread(target=self._run, args=(queue,), name="sender", daemon=True).start()
 
     def stream(self, sender: Any, *, streaming: bool) -> "ResponseStream":
         """The output of one request."""
-        return ResponseStream(sender, next(self._next), streaming=streaming)
+        return ResponseStream(self, sender, next(self._next), streaming=streaming)
+
+    @property
+    def interval(self) -> float:
+        """Seconds between two responses of one stream: tokens that come sooner go out together."""
+        return self._streams / RESPONSES_PER_SECOND
+
+    def count(self, change: int) -> None:
+        """Tells that streams began (+1) or ended (-1)."""
+        with self._guard:
+            self._streams += change
 
     @staticmethod
     def _run(queue: SimpleQueue["ResponseStream"]) -> None:
@@ -41,7 +57,10 @@ class ResponseStream:
     Without `streaming`, everything goes out in one response at the end.
     """
 
-    def __init__(self, sender: Any, queue: SimpleQueue["ResponseStream"], *, streaming: bool) -> None:
+    def __init__(
+        self, threads: SenderThreads, sender: Any, queue: SimpleQueue["ResponseStream"], *, streaming: bool
+    ) -> None:
+        self._threads = threads
         self._sender = sender
         self._queue = queue
         self._streaming = streaming
@@ -51,6 +70,8 @@ class ResponseStream:
         self._error: Exception | None = None
         self._scheduled = False
         self._session_id = ""
+        self._next_flush = 0.0
+        self._counted = False
         self.cancelled = False
 
     def poll(self) -> None:
@@ -61,13 +82,16 @@ class ResponseStream:
     def begin(self, session_id: str) -> None:
         """See corolla.generate.sequence.Output."""
         self._session_id = session_id
+        self._counted = True
+        self._threads.count(1)
 
     def send(self, text: str, finished: Finished | None) -> None:
         """See corolla.generate.sequence.Output."""
         with self._lock:
             self._text += text
             self._finished = finished
-            self._schedule()
+            if finished is not None or time.monotonic() >= self._next_flush:
+                self._schedule()
 
     def fail(self, error: Exception) -> None:
         """See corolla.generate.sequence.Output."""
@@ -81,6 +105,7 @@ class ResponseStream:
             return
         with self._lock:
             self._scheduled = False
+            self._next_flush = time.monotonic() + self._threads.interval
             ended = self._finished is not None or self._error is not None
             text, finished, error = self._text, self._finished, self._error
             if self._streaming or ended:
@@ -98,6 +123,9 @@ class ResponseStream:
         except Exception:
             logger.exception("a response could not be sent")
             self.cancelled = True
+        if self._counted and (ended or self.cancelled):
+            self._counted = False
+            self._threads.count(-1)
 
     def _session(self) -> dict[str, Any]:
         """The session's id, once: with the first response."""

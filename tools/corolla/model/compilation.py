@@ -1,0 +1,101 @@
+"""Compiles one block for one batch size: `python -m corolla.model.compilation SPEC FILE`; see ProgramSpec."""
+
+import json
+import os
+import sys
+import tempfile
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.export import Dim, export
+
+from corolla.checkpoint.folder import CheckpointFolder
+from corolla.dtypes import dtype_named
+from corolla.kernels.packing import use_packed
+from corolla.kv.layout import KVLayout
+from corolla.model import attention
+from corolla.model.attention import PagedBlock, PagedRows
+from corolla.model.family import family_of
+from corolla.model.programs import ProgramSpec
+
+OPTIONS = {"aot_inductor.compile_wrapper_opt_level": "O0"}
+"""A third of the time of O1, and calls do not get slower."""
+
+
+class BlockStep(nn.Module):
+    """What is compiled: one step of rows that are one position each through one block."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self._block = [block]  # in a list, so that its weights are no part of this module
+        self._names = [name for name, _ in block.named_parameters()]
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        cosines: torch.Tensor,
+        sines: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        pages: torch.Tensor,
+        positions: torch.Tensor,
+        weights: Sequence[torch.Tensor],
+    ) -> torch.Tensor:
+        """Hidden states [N, 1, H] to the same; see PagedRows and PagedBlock for the cache.
+
+        `cosines`, `sines` [N, 1, head_dim]; `weights` in the order of the block's `named_parameters`.
+        """
+        cache = PagedBlock(keys, values)
+        output: torch.Tensor = torch.func.functional_call(
+            self._block[0],
+            dict(zip(self._names, weights, strict=True)),
+            (hidden_states,),
+            {
+                "position_ids": positions[:, None],
+                "position_embeddings": (cosines, sines),
+                "past_key_values": cache,
+                "rows": PagedRows(pages, positions),
+                "block": cache,
+            },
+        )
+        return output
+
+
+@torch.no_grad()
+def compile_block(spec: ProgramSpec, target: Path) -> None:
+    """Writes the program that `spec` describes; no weight is read."""
+    torch.set_num_threads(spec.threads)
+    config = CheckpointFolder(Path(spec.checkpoint)).config
+    config._attn_implementation = attention.NAME
+    dtype = dtype_named(spec.dtype).torch
+    with torch.device("meta"):
+        block = use_packed(family_of(config).block(config, spec.block), dtype).eval()
+    rotary = family_of(config).rotary_embedding(config)
+    cosines, sines = rotary(torch.empty(0, dtype=dtype), torch.zeros(spec.rows, 1, dtype=torch.int64))
+    layout = KVLayout.of(config, spec.dtype, spec.page_size, spec.page_size)
+    cache = (11, spec.page_size, layout.kv_heads, layout.head_dim)  # 11 and 7 occur nowhere else: they vary
+    weights = [torch.zeros(weight.shape, dtype=dtype) for weight in block.parameters()]
+    example = (
+        torch.zeros(spec.rows, 1, config.hidden_size, dtype=dtype),
+        cosines,
+        sines,
+        torch.zeros(cache, dtype=dtype),
+        torch.zeros(cache, dtype=dtype),
+        torch.zeros(spec.rows, 7, dtype=torch.int32),
+        torch.zeros(spec.rows, dtype=torch.int64),
+        weights,
+    )
+    free = {0: Dim.DYNAMIC}
+    shapes = (None, None, None, free, free, {1: Dim.DYNAMIC}, None, [None] * len(weights))
+    program = export(BlockStep(block), example, dynamic_shapes=shapes, strict=False)
+    torch._inductor.aoti_compile_and_package(program, package_path=str(target), inductor_configs=OPTIONS)
+
+
+if __name__ == "__main__":
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    with tempfile.TemporaryDirectory(prefix="corolla-") as folder:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+        compile_block(ProgramSpec(**json.loads(sys.argv[1])), Path(sys.argv[2]))
