@@ -1,5 +1,6 @@
 """Text to streamed text."""
 
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from corolla.generate.engine import EngineLimits, GenerateEngine
@@ -17,20 +18,10 @@ class TritonPythonModel:
     """Triton's interface of a Python model."""
 
     def initialize(self, args):
-        model = ServedModel.from_arguments(args)
-        host = Host(model)
-        table = host.session_table()
+        """Opens the model in a thread that ends: its OpenMP threads would else compete with those of the loop."""
         self._senders = SenderThreads()
-        self._engine = GenerateEngine(
-            checkpoint=host.checkpoint,
-            embedding=Embedding(host.parts),
-            head=Head(host.parts),
-            blocks=host.blocks(table),
-            table=table,
-            log=host.token_log(),
-            run_ranges=partial(step_blocks, "ranges"),
-            limits=EngineLimits(model.max_short_tokens, model.batch_channel_capacity),
-        )
+        with ThreadPoolExecutor(1) as opener:
+            self._engine = opener.submit(_open_engine, ServedModel.from_arguments(args)).result()
 
     def execute(self, requests):
         for request in requests:
@@ -45,6 +36,21 @@ class TritonPythonModel:
             self._engine.start(generation, self._senders.stream(sender, streaming=generation.stream))
         except Exception as error:
             sender.send(error_response(error), flags=FINAL)
+
+
+def _open_engine(model):
+    host = Host(model)
+    table = host.session_table()
+    return GenerateEngine(
+        checkpoint=host.checkpoint,
+        embedding=Embedding(host.parts),
+        head=Head(host.parts),
+        blocks=host.blocks(table),
+        table=table,
+        log=host.token_log(),
+        run_ranges=partial(step_blocks, "ranges"),
+        limits=EngineLimits(model.max_short_tokens, model.batch_channel_capacity),
+    )
 
 
 def _inputs(request):

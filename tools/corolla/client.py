@@ -28,6 +28,7 @@ _OPTIONS = {
     "priority": "INT32",
     "timeout": "FP32",
     "session_id": "BYTES",
+    "sampling_parameters": "BYTES",
     "stop_words": "BYTES",
     "bad_words": "BYTES",
 }

@@ -87,11 +87,11 @@ class GenerateEngine:
         self._places = Semaphore(MAX_WAITING)
         self._waiting = ThreadPoolExecutor(MAX_WAITING, thread_name_prefix="waiting")
         self._prefills = ThreadPoolExecutor(MAX_PREFILLS, thread_name_prefix="prefill")
-        decoders = blocks.current.decoders
+        most_prompt_tokens = min(limits.max_short_tokens, max(1, blocks.current.most_rows))
         self._loop = GenerateLoop(
             self._step,
             self._release,
-            LoopLimits(limits.max_short_tokens, decoders.sizes[0] if decoders else 1, limits.batch_channel_capacity),
+            LoopLimits(limits.max_short_tokens, most_prompt_tokens, limits.batch_channel_capacity),
         )
 
     def start(self, request: GenerationRequest, output: Output) -> None:

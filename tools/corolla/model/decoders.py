@@ -30,14 +30,16 @@ class ChainStep(Protocol):
 class Decoders:
     """A chain compiled for each of `sizes`, descending. Used by one thread at a time.
 
-    `rows` and `padding` count, per size, the rows that ran and those that were padded.
+    `rows` and `padding` count, per size, the rows that ran and those that were padded. Prompts of more rows than
+    the largest size run on `uncompiled`, which takes any number: they are bound by arithmetic, not by overhead.
     """
 
-    def __init__(self, chain: ChainStep, blocks: BlockRange, sizes: Sequence[int]) -> None:
+    def __init__(self, chain: ChainStep, uncompiled: ChainStep, blocks: BlockRange, sizes: Sequence[int]) -> None:
         self.sizes = tuple(sizes)
         self.rows: Counter[int] = Counter()
         self.padding: Counter[int] = Counter()
         self._chain = chain
+        self._uncompiled = uncompiled
         self._rotary = blocks.rotary
 
     @torch.inference_mode()
@@ -49,6 +51,14 @@ class Decoders:
         )
         outputs = [self._step(piece, PagedRows(pages, positions)) for piece, pages, positions in pieces]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    @torch.inference_mode()
+    def prompt(self, hidden_states: torch.Tensor, rows: PagedRows) -> torch.Tensor:
+        """Like `step`, for rows of which several belong to one session; they are never split."""
+        if len(hidden_states) <= self.sizes[0]:
+            return self._step(hidden_states, rows)
+        cosines, sines = self._rotary(rows.positions[:, None])
+        return self._uncompiled(hidden_states, cosines, sines, rows)
 
     def _step(self, hidden_states: torch.Tensor, rows: PagedRows) -> torch.Tensor:
         count = len(hidden_states)
@@ -90,7 +100,7 @@ class CompiledChain:
 
 
 class EagerChain:
-    """The same step on the modules themselves: what graphs of a device are captured from."""
+    """The same step on the modules themselves, for any number of rows; graphs of a device are captured from it."""
 
     def __init__(self, blocks: BlockRange, arena: KVArena) -> None:
         self._layers = blocks.layers
@@ -116,12 +126,9 @@ def open_decoders(parts: PreparedParts, blocks: BlockRange, arena: KVArena, size
     """The decoders of a process; None for no sizes, that is, with the eager decoder."""
     if not sizes:
         return None
-    chain: ChainStep
-    if arena.device.type == "cpu":
-        chain = CompiledChain(parts, blocks, arena, sizes)
-    else:
-        chain = GraphedChain(EagerChain(blocks, arena))
-    return Decoders(chain, blocks, sizes)
+    eager = EagerChain(blocks, arena)
+    chain: ChainStep = CompiledChain(parts, blocks, arena, sizes) if parts.packed else GraphedChain(eager)
+    return Decoders(chain, eager, blocks, sizes)
 
 
 def paged_block(arena: KVArena, block: int) -> PagedBlock:

@@ -66,7 +66,7 @@ def _blocks(plan: RepositoryPlan, name: str, blocks: range) -> ModelConfig:
     model.input.extend([_hidden_input(plan), *_session_inputs()])
     model.output.append(_hidden_output(plan, "output_hidden_states"))
     model.dynamic_batching.SetInParent()
-    if plan.decoder == COMPILED:
+    if plan.decoder == COMPILED and plan.mirror:
         model.dynamic_batching.preferred_batch_size.extend(preferred_batch_sizes(plan.batch_sizes))
         model.dynamic_batching.max_queue_delay_microseconds = QUEUE_DELAY_MICROSECONDS
     return model
@@ -176,6 +176,7 @@ def _backend_model(plan: RepositoryPlan, name: str, backend: str, max_batch_size
         "decoder": plan.decoder,
         "decoder_batch_sizes": joined(plan.batch_sizes),
         "batch_channel_capacity": str(plan.batch_channel_capacity),
+        "mirror": str(plan.mirror).lower(),
     }
     for key, value in settings.items():
         model.parameters[key].CopyFrom(_parameter(value))

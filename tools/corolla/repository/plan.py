@@ -24,6 +24,7 @@ class RepositoryPlan:
 
     `checkpoint` is written as it is: absolute, or relative to the repository's folder. `threads` 0 means one
     per core of the machine that serves. `decoder_batch_sizes` is as parse_batch_sizes gives it, empty for the default.
+    With `mirror`, the dynamic batchers prefer these sizes; without it, which is for benchmarks, they prefer none.
     """
 
     checkpoint: Path
@@ -39,6 +40,7 @@ class RepositoryPlan:
     decoder: str = COMPILED
     decoder_batch_sizes: tuple[int, ...] = ()
     batch_channel_capacity: int = DEFAULT_BATCH_CHANNEL_CAPACITY
+    mirror: bool = True
 
     def __post_init__(self) -> None:
         family_of(self.config)

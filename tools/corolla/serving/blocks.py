@@ -19,6 +19,9 @@ from corolla.serving.grouping import BlocksRequest, group_requests
 
 MAX_CHUNK_TOKENS = 512
 """Positions, over all rows, that run at once: bounds the memory of a long prompt."""
+MAX_SHORT_POSITIONS = 128
+"""Positions, over all sessions, that run row by row in one step. Each row reads the cache of its session for itself,
+so longer prompts are faster when all their positions share what is read."""
 
 
 @dataclass(frozen=True)
@@ -49,11 +52,16 @@ class BlocksService:
         Short steps run together on the decoders, whatever their lengths; other requests of equal length as one batch.
         """
         results: list[torch.Tensor | CorollaError] = [CorollaError("not run")] * len(requests)
-        for group in group_requests(requests, self.decoders.sizes[0] if self.decoders else 0):
+        for group in group_requests(requests, self.most_rows):
             outputs = self._run_group([requests[i] for i in group])
             for index, output in zip(group, outputs, strict=True):
                 results[index] = output
         return results
+
+    @property
+    def most_rows(self) -> int:
+        """Positions that can run in one step whatever the lengths of its sessions; 0 with the eager decoder."""
+        return MAX_SHORT_POSITIONS if self.decoders else 0
 
     def _run_group(self, group: list[BlocksRequest]) -> Sequence[torch.Tensor | CorollaError]:
         try:
@@ -92,7 +100,8 @@ class BlocksService:
     def step(self, steps: Sequence[Step]) -> list[torch.Tensor]:
         """Runs steps of different sessions; outputs have the shapes of their hidden states.
 
-        Several at once must fit on the decoders. See SessionSteps.running for the errors; nothing has changed then.
+        Several at once may have `most_rows` positions. See SessionSteps.running for the errors; nothing has
+        changed then.
         """
         with ExitStack() as stack:
             checked = [
@@ -110,15 +119,14 @@ class BlocksService:
         return outputs
 
     def _is_short(self, rows: StepRows) -> bool:
-        """A step of single positions, which decoders split if need be, or one that fits on the largest as it is."""
-        assert self.decoders is not None
-        return rows.new_tokens == 1 or 0 < rows.new_tokens * len(rows.sessions) <= self.decoders.sizes[0]
+        return rows.new_tokens == 1 or 0 < rows.new_tokens * len(rows.sessions) <= self.most_rows
 
     def _decode(
         self, decoders: Decoders, hidden_states: list[torch.Tensor], rows: list[StepRows]
     ) -> list[torch.Tensor]:
         flat = [states.reshape(-1, 1, states.shape[2]) for states in hidden_states]
-        outputs = decoders.step(torch.cat(flat) if len(flat) > 1 else flat[0], paged_rows(self.arena, rows))
+        run = decoders.step if all(step.new_tokens == 1 for step in rows) else decoders.prompt
+        outputs = run(torch.cat(flat) if len(flat) > 1 else flat[0], paged_rows(self.arena, rows))
         split = outputs.split([len(states) for states in flat])
         return [output.reshape(states.shape) for output, states in zip(split, hidden_states, strict=True)]
 

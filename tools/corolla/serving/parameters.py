@@ -76,7 +76,7 @@ def _decoder_batch_sizes(config: dict[str, Any], values: dict[str, str]) -> tupl
     if values["decoder"] == EAGER:
         return ()
     sizes = parse_batch_sizes(values["decoder_batch_sizes"], _natural(values, "max_batch_size"))
-    if "dynamic_batching" in config and "blocks" in values:
+    if "dynamic_batching" in config and "blocks" in values and values["mirror"] == "true":
         batching = config["dynamic_batching"]
         found = (config["max_batch_size"], sorted(map(int, batching.get("preferred_batch_size", []))))
         delay = int(batching.get("max_queue_delay_microseconds", 0))

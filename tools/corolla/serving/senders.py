@@ -15,7 +15,7 @@ from corolla.serving.adapter import FINAL, error_response, response
 logger = logging.getLogger(__name__)
 
 SENDER_THREADS = 4
-RESPONSES_PER_SECOND = 400
+RESPONSES_PER_SECOND = 250
 """What all streams together may send. A response costs half a millisecond of processor time in this process,
 tritonserver and a client beside them; without a limit, 16 streams would take a third of a machine with two cores."""
 

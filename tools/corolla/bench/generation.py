@@ -1,0 +1,110 @@
+"""Generation through a server beside transformers: decoding, prompts, first token, memory."""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from corolla.bench.prompts import make_prompts
+from corolla.bench.reference import TransformersPeer
+from corolla.bench.serving import BenchServer
+from corolla.bench.streams import run_streams
+from corolla.bench.timing import RunResult, median_result
+
+PROMPT_TOKENS = 16
+LONG_PROMPT_TOKENS = 512
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Both sides with `sessions` generations at once; `ratio` is the median of the rounds' ratios of decoding."""
+
+    sessions: int
+    ours: RunResult
+    theirs: RunResult
+    ratio: float
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """Tokens per second of one long prompt: ours through the server up to the first token."""
+
+    tokens: int
+    ours: float
+    theirs: float
+
+
+@dataclass(frozen=True)
+class GenerationReport:
+    """Everything of one run; memory in bytes: ours of all processes of the server, theirs of this one."""
+
+    comparisons: list[Comparison]
+    prefill: Prefill
+    our_memory: int
+    their_memory: int
+
+    def to_json(self) -> dict[str, Any]:
+        """For --json."""
+        return asdict(self)
+
+
+def compare_generation(
+    server: BenchServer, checkpoint: Path, sessions: Sequence[int], max_tokens: int, rounds: int, threads: int
+) -> GenerationReport:
+    """Runs both sides in turn, `rounds` times after one to warm up, and takes medians."""
+    peer = TransformersPeer(checkpoint, server.plan.dtype.torch, threads)
+    prompts = make_prompts(peer.tokenizer, max(sessions), PROMPT_TOKENS)
+    long_tokens = min(LONG_PROMPT_TOKENS, server.plan.config.max_position_embeddings // 2)
+    long_prompts = make_prompts(peer.tokenizer, rounds + 1, long_tokens, seed=1)
+    results: dict[int, list[tuple[RunResult, RunResult]]] = {count: [] for count in sessions}
+    prefills = []
+    for turn in tqdm(range(rounds + 1), desc="rounds", unit="round"):
+        for count in sessions:
+            ours = run_streams(server.grpc, prompts[:count], max_tokens)
+            theirs = peer.run(prompts[:count], max_tokens)
+            if turn:
+                results[count].append((ours, theirs))
+        first = run_streams(server.grpc, long_prompts[turn : turn + 1], 1).first_token
+        prefills.append((long_tokens / first, peer.prefill(long_prompts[turn])))
+    return GenerationReport(
+        comparisons=[_compared(count, pairs) for count, pairs in results.items()],
+        prefill=Prefill(
+            long_tokens, statistics.median(o for o, _ in prefills[1:]), statistics.median(t for _, t in prefills[1:])
+        ),
+        our_memory=server.memory(),
+        their_memory=peer.memory(),
+    )
+
+
+def _compared(sessions: int, pairs: Sequence[tuple[RunResult, RunResult]]) -> Comparison:
+    return Comparison(
+        sessions,
+        median_result([ours for ours, _ in pairs]),
+        median_result([theirs for _, theirs in pairs]),
+        statistics.median(ours.decode / theirs.decode for ours, theirs in pairs),
+    )
+
+
+def table(report: GenerationReport) -> str:
+    """The report as Markdown."""
+    lines = [
+        "| sessions | Corolla tok/s | transformers tok/s | ratio | with prompts, tok/s | first token, ms |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for c in report.comparisons:
+        lines.append(
+            f"| {c.sessions} | {c.ours.decode:.1f} | {c.theirs.decode:.1f} | {c.ratio:.2f} | "
+            f"{c.ours.whole:.1f} / {c.theirs.whole:.1f} | "
+            f"{c.ours.first_token * 1e3:.0f} / {c.theirs.first_token * 1e3:.0f} |"
+        )
+    prefill = report.prefill
+    lines += [
+        "",
+        f"One prompt of {prefill.tokens} tokens: {prefill.ours:.0f} tok/s, transformers {prefill.theirs:.0f}. "
+        f"Memory: {report.our_memory / 2**20:.0f} MiB (all processes of the server), "
+        f"transformers {report.their_memory / 2**20:.0f} MiB.",
+    ]
+    return "\n".join(lines)

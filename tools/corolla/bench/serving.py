@@ -1,0 +1,49 @@
+"""A server for a benchmark: a repository in a temporary folder, served in the background."""
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from corolla.checkpoint.folder import CheckpointFolder
+from corolla.checkpoint.resolution import resolve_dtype
+from corolla.repository.plan import RepositoryPlan, split_evenly
+from corolla.repository.writer import write_repository
+from corolla.server.background import background_server
+from corolla.server.options import ServerOptions
+
+
+@dataclass(frozen=True)
+class BenchServer:
+    """Addresses `host:port`, the process of tritonserver, and what is served."""
+
+    grpc: str
+    http: str
+    pid: int
+    plan: RepositoryPlan
+
+    def memory(self) -> int:
+        """Bytes of tritonserver and its models, pages that they share counted once (PSS)."""
+        root = psutil.Process(self.pid)
+        return sum(process.memory_full_info().pss for process in (root, *root.children(recursive=True)))
+
+
+@contextmanager
+def bench_server(checkpoint: Path, dtype: str, range_size: int | None = None, **options: Any) -> Iterator[BenchServer]:
+    """Serves a checkpoint while the context lasts; `options` as of RepositoryPlan."""
+    config = CheckpointFolder(checkpoint).config
+    blocks = config.num_hidden_layers
+    ranges = split_evenly(blocks, range_size or -(-blocks // 2))
+    plan = RepositoryPlan(checkpoint.resolve(), config, resolve_dtype(dtype, config), ranges, **options)
+    with tempfile.TemporaryDirectory(prefix="corolla-bench-") as folder:
+        repository = Path(folder) / "repository"
+        write_repository(plan, repository)
+        server_options = ServerOptions(repository, http_port=0, grpc_port=0, metrics_port=0)
+        log = Path(folder) / "server.log"
+        with log.open("w") as sink, background_server(server_options, sink) as ready:
+            endpoints = ready.endpoints
+            yield BenchServer(str(endpoints.grpc), str(endpoints.http), ready.pid, plan)
