@@ -139,15 +139,12 @@ def test_more_generations_than_fit_wait_for_room_and_are_right(grouped: Served, 
     engine.stop()
 
 
-def test_generation_without_room_fails_in_time_and_says_how_much_there_is(
-    grouped: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(engine_module, "OPEN_TIMEOUT", 0.05)
+def test_generation_without_room_fails_in_time_and_says_how_much_there_is(grouped: Served, tmp_path: Path) -> None:
     server = LocalServer(make_plan(grouped.checkpoint, GROUPED.ranges, attn_cache_tokens=64), tmp_path)
     engine = server.engine()
     held = server.open(32)
     with pytest.raises(CacheFullError, match="32 of 64 tokens are free"):
-        start(engine, random_prompt(5, seed=5), max_tokens=40).text()
+        start(engine, random_prompt(5, seed=5), max_tokens=40, timeout=0.05).text()
     server.table.close(held)
     assert len(ids_of(start(engine, random_prompt(5, seed=5), max_tokens=40).text())) == 40
     engine.stop()

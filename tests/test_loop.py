@@ -9,12 +9,13 @@ from typing import cast
 import pytest
 import torch
 
-from corolla.generate.loop import GenerateLoop
+from corolla.generate.loop import GenerateLoop, LoopLimits
 from corolla.generate.request import GenerationRequest
-from corolla.generate.sampling import TokenChooser
+from corolla.generate.sampling import Prediction, TokenChooser
 from corolla.generate.sequence import Finished, Sequence
 from corolla.generate.text import TextStream
 from local_server import CollectingOutput
+from waiting import wait_until
 
 VOCABULARY = 300
 
@@ -27,8 +28,8 @@ class CountingChooser:
     def __init__(self) -> None:
         self.error: Exception | None = None
 
-    def choose(self, token_ids: list[int], logits: torch.Tensor) -> int:
-        assert logits.tolist() == [0.0] * VOCABULARY
+    def choose(self, token_ids: list[int], prediction: Prediction) -> int:
+        assert prediction.logits.tolist() == [0.0] * VOCABULARY
         if self.error is not None:
             raise self.error
         return len(token_ids)
@@ -75,18 +76,20 @@ class GatedModel:
     permits: Semaphore = field(default_factory=lambda: Semaphore(0))
     steps: Queue[list[str]] = field(default_factory=Queue)
     fail: Callable[[str], Exception | None] = lambda _: None
+    settle: Callable[[], None] = lambda: None
 
-    def step(self, sequences: list[Sequence]) -> list[torch.Tensor | Exception]:
+    def step(self, sequences: list[Sequence]) -> list[Prediction | Exception]:
         names = [s.request.text_input for s in sequences]
-        assert len({len(s.pending) for s in sequences}) == 1, "rows of one step have equally many new tokens"
+        assert len({len(s.pending) == 1 for s in sequences}) == 1, "prompts do not mix with single tokens"
         assert all(s.session_id == name for s, name in zip(sequences, names, strict=True)), "has left already"
         self.steps.put(names)
         self.permits.acquire()
-        return [self.fail(name) or torch.zeros(VOCABULARY) for name in names]
+        return [self.fail(name) or Prediction(torch.zeros(VOCABULARY), 0) for name in names]
 
     def next_step(self) -> list[str]:
         """Who takes part in the step that waits now; lets it run."""
         names = self.steps.get(timeout=5)
+        self.settle()
         self.permits.release()
         return names
 
@@ -102,14 +105,21 @@ class GatedModel:
 class Harness:
     """A loop on a gated model, and who was released."""
 
-    def __init__(self, max_batch_size: int = 8) -> None:
+    def __init__(self, max_batch_size: int = 8, most_prompt_tokens: int = 1, channel_capacity: int = 1) -> None:
         self.model = GatedModel()
         self.released: list[str] = []
-        self.loop = GenerateLoop(self.model.step, self._release, max_batch_size)
+        limits = LoopLimits(max_batch_size, most_prompt_tokens, channel_capacity)
+        self.loop = GenerateLoop(self.model.step, self._release, limits)
+        self.model.settle = self.settle
 
     def join(self, *generations: Sequence) -> None:
         for generation in generations:
             self.loop.join(generation)
+        self.settle()
+
+    def settle(self) -> None:
+        """Waits until everything that can be prepared is in the channel."""
+        wait_until(lambda: self.loop.preparer.settled)
 
     def stop(self) -> None:
         self.model.let_run()
@@ -175,14 +185,14 @@ def test_newcomers_are_served_in_the_order_of_their_arrival(harness: Harness) ->
 
 def test_more_sequences_than_a_batch_holds_take_turns_of_equal_steps() -> None:
     harness = Harness(max_batch_size=2)
-    everybody = [sequence(f"s{i}", max_tokens=3) for i in range(5)]
-    harness.join(sequence("first", max_tokens=1))
-    harness.model.waiting_step()
+    everybody = [sequence(f"s{i}", max_tokens=30) for i in range(5)]
     harness.join(*everybody)
-    harness.model.permits.release()
+    while harness.model.next_step() != ["s4"]:
+        pass
     for _ in range(3):
         turn = [harness.model.next_step() for _ in range(3)]
         assert turn == [["s0", "s1"], ["s2", "s3"], ["s4"]]
+    harness.model.let_run()
     for generation in everybody:
         assert output_of(generation).text() == expected_text(generation)
     harness.stop()
@@ -263,7 +273,7 @@ def test_session_that_cannot_be_released_does_not_stop_the_loop() -> None:
     def fail(_: Sequence) -> None:
         raise OSError("disk full")
 
-    loop = GenerateLoop(model.step, fail, 8)
+    loop = GenerateLoop(model.step, fail, LoopLimits(8))
     for name in ("a", "b"):
         generation = sequence(name)
         loop.join(generation)
@@ -314,7 +324,6 @@ def test_stopping_fails_and_releases_everybody() -> None:
     harness.join(running)
     harness.model.waiting_step()
     harness.join(newcomer)
-    harness.loop._arrived.put(None)
     harness.stop()
     for generation in (running, newcomer):
         with pytest.raises(RuntimeError, match="the server is stopping"):

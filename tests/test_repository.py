@@ -138,7 +138,7 @@ def test_init_writes_half_of_the_model_per_range_unless_told(grouped: Served, tm
     assert (result.exit_code, result.exception) == (0, None)
     assert {"blocks_00_02", "blocks_02_04"} <= set(read_models(tmp_path / "out"))
     assert "2 ranges in bfloat16; start it with: corolla serve" in result.output
-    init(grouped.checkpoint, "--out", tmp_path / "threes", "--range-size", 3, "--dtype", "float16")
+    init(grouped.checkpoint, "--out", tmp_path / "threes", "--range-size", 3, "--dtype", "float32")
     assert {"blocks_00_03", "blocks_03_04"} <= set(read_models(tmp_path / "threes"))
     init(grouped.checkpoint, "--out", tmp_path / "own", "--ranges", "0:1,1:4")
     assert {"blocks_00_01", "blocks_01_04"} <= set(read_models(tmp_path / "own"))
@@ -189,10 +189,13 @@ def test_init_without_a_checkpoint_says_what_it_wants(tmp_path: Path) -> None:
 
 
 def test_dtype_auto_keeps_half_precision_and_turns_float32_into_bfloat16(tmp_path: Path) -> None:
-    for stored, served in (("float16", "float16"), ("bfloat16", "bfloat16"), ("float32", "bfloat16")):
-        checkpoint, out = tmp_path / stored, tmp_path / f"{stored}-out"
+    for stored, device, served in (
+        ("float16", "cuda", "float16"), ("float16", "cpu", "bfloat16"), ("bfloat16", "cpu", "bfloat16"),
+        ("float32", "cpu", "bfloat16"),
+    ):  # fmt: skip
+        checkpoint, out = tmp_path / f"{stored}-{device}", tmp_path / f"{stored}-{device}-out"
         make_checkpoint(GROUPED.llama_config(), dtype_named(stored), 0, checkpoint)
-        init(checkpoint, "--out", out)
+        init(checkpoint, "--out", out, "--device", device)
         assert read_models(out)["chain"].parameters["dtype"].string_value == served
 
 

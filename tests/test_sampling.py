@@ -10,7 +10,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 from checkpoints import random_prompt, text_of
 from conftest import Served
 from corolla.generate.request import GenerationRequest
-from corolla.generate.sampling import PresenceFrequencyPenalty, TokenChooser
+from corolla.generate.sampling import Prediction, PresenceFrequencyPenalty, TokenChooser
 from reference import Reference
 
 SEED = 12
@@ -18,12 +18,17 @@ TOKENS = 24
 PROMPT = random_prompt(9, seed=9)
 
 
+def predict(logits: torch.Tensor) -> Prediction:
+    """What a step gives for logits [V]."""
+    return Prediction.of_rows(logits[None])[0]
+
+
 def choose_all(reference: Reference, request: GenerationRequest, defaults: GenerationConfig) -> list[int]:
     """The new tokens up to the end token or TOKENS of them."""
     chooser = TokenChooser(request, defaults, reference.tokenizer, PROMPT)
     token_ids = list(PROMPT)
     for _ in range(TOKENS):
-        token_ids.append(chooser.choose(token_ids, reference.logits(torch.tensor([token_ids]))[0, -1]))
+        token_ids.append(chooser.choose(token_ids, predict(reference.logits(torch.tensor([token_ids]))[0, -1])))
         if token_ids[-1] in chooser.end_tokens:
             break
     return token_ids[len(PROMPT) :]
@@ -120,7 +125,7 @@ def test_seeds_of_64_bits_are_those_of_torch(grouped: Served, seed: int) -> None
     drawn = [int(torch.multinomial(logits.softmax(-1), 1)) for _ in range(5)]
     request = GenerationRequest(text_of(PROMPT), random_seed=seed, temperature=1.0, top_k=0)
     chooser = TokenChooser(request, GenerationConfig(), grouped.reference.tokenizer, PROMPT)
-    assert [chooser.choose(PROMPT, logits) for _ in range(5)] == drawn
+    assert [chooser.choose(PROMPT, predict(logits)) for _ in range(5)] == drawn
 
 
 def test_presence_and_frequency_penalties_count_new_tokens_only() -> None:
@@ -148,4 +153,4 @@ def test_bad_word_is_kept_out_at_the_beginning_of_a_text_and_after_a_space() -> 
     logits = torch.tensor([4.0, 3.0, 1.0, 2.0])
     for bad_words, expected_token in (((), 0), (("cat",), 3)):
         chooser = TokenChooser(GenerationRequest("dog", bad_words=bad_words), GenerationConfig(), tokenizer, [2])
-        assert chooser.choose([2], logits) == expected_token
+        assert chooser.choose([2], predict(logits)) == expected_token

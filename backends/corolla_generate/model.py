@@ -6,7 +6,7 @@ from functools import partial
 from corolla.generate.engine import EngineLimits, GenerateEngine
 from corolla.generate.request import parse_request
 from corolla.model.ends import Embedding, Head
-from corolla.serving.adapter import FINAL, error_response, scalar, step_blocks, strings
+from corolla.serving.adapter import FINAL, error_response, make_counter, scalar, step_blocks, strings
 from corolla.serving.hosting import Host
 from corolla.serving.parameters import ServedModel
 from corolla.serving.senders import SenderThreads
@@ -21,7 +21,7 @@ class TritonPythonModel:
         """Opens the model in a thread that ends: its OpenMP threads would else compete with those of the loop."""
         self._senders = SenderThreads()
         with ThreadPoolExecutor(1) as opener:
-            self._engine = opener.submit(_open_engine, ServedModel.from_arguments(args)).result()
+            self._engine, self._metrics = opener.submit(_open, ServedModel.from_arguments(args)).result()
 
     def execute(self, requests):
         for request in requests:
@@ -29,6 +29,8 @@ class TritonPythonModel:
 
     def finalize(self):
         self._engine.stop()
+        if self._metrics:
+            self._metrics.stop()
 
     def _start(self, request, sender):
         try:
@@ -38,19 +40,21 @@ class TritonPythonModel:
             sender.send(error_response(error), flags=FINAL)
 
 
-def _open_engine(model):
+def _open(model):
     host = Host(model)
     table = host.session_table()
-    return GenerateEngine(
+    blocks = host.blocks(table)
+    engine = GenerateEngine(
         checkpoint=host.checkpoint,
         embedding=Embedding(host.parts),
         head=Head(host.parts),
-        blocks=host.blocks(table),
+        blocks=blocks,
         table=table,
         log=host.token_log(),
         run_ranges=partial(step_blocks, "ranges"),
         limits=EngineLimits(model.max_short_tokens, model.batch_channel_capacity),
     )
+    return engine, blocks.count_rows(model.name, make_counter)
 
 
 def _inputs(request):

@@ -38,7 +38,9 @@ def bench_server(checkpoint: Path, dtype: str, range_size: int | None = None, **
     config = CheckpointFolder(checkpoint).config
     blocks = config.num_hidden_layers
     ranges = split_evenly(blocks, range_size or -(-blocks // 2))
-    plan = RepositoryPlan(checkpoint.resolve(), config, resolve_dtype(dtype, config), ranges, **options)
+    plan = RepositoryPlan(
+        checkpoint.resolve(), config, resolve_dtype(dtype, config, options.get("device", "cpu")), ranges, **options
+    )
     with tempfile.TemporaryDirectory(prefix="corolla-bench-") as folder:
         repository = Path(folder) / "repository"
         write_repository(plan, repository)

@@ -7,15 +7,17 @@ from corolla.dtypes import DTYPES, DType, dtype_named
 from corolla.errors import InvalidValueError
 
 
-def resolve_dtype(wanted: str, config: PretrainedConfig) -> DType:
+def resolve_dtype(wanted: str, config: PretrainedConfig, device: str) -> DType:
     """`wanted`, or for `auto` the checkpoint's own dtype with float32 replaced by bfloat16.
+
+    On CPUs, which have no arithmetic for it, float16 is replaced as well.
 
     InvalidValueError for a dtype that cannot be served.
     """
     if wanted != "auto":
         return dtype_named(wanted)
     stored = config.dtype if config.dtype is not None else torch.float32
-    if stored == torch.float32:
+    if stored == torch.float32 or (stored == torch.float16 and device == "cpu"):
         return DTYPES["bfloat16"]
     name = str(stored).removeprefix("torch.")
     if name not in DTYPES:

@@ -101,7 +101,7 @@ def command(
     plan = RepositoryPlan(
         checkpoint=Path(os.path.relpath(checkpoint.resolve(), out.resolve())) if relative else checkpoint.resolve(),
         config=config,
-        dtype=resolve_dtype(dtype, config),
+        dtype=resolve_dtype(dtype, config, device),
         ranges=_ranges(range_size, ranges, config.num_hidden_layers),
         device=device,
         max_batch_size=max_batch_size,

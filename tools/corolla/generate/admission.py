@@ -14,6 +14,7 @@ class AdmissionQueue:
     def __init__(self) -> None:
         self._waiting: list[tuple[int, int, Sequence]] = []
         self._arrivals = 0
+        self._unprepared = 0
         self._changed = Condition()
         self._closed = False
 
@@ -22,6 +23,7 @@ class AdmissionQueue:
         with self._changed:
             insort(self._waiting, (sequence.request.priority, self._arrivals, sequence))
             self._arrivals += 1
+            self._unprepared += 1
             self._changed.notify_all()
 
     def take(self, most_tokens: int) -> list[Sequence]:
@@ -46,11 +48,19 @@ class AdmissionQueue:
             gone = [entry for entry in self._waiting if unwanted(entry[2])]
             for entry in gone:
                 self._waiting.remove(entry)
+            self._unprepared -= len(gone)
             return [sequence for _, _, sequence in gone]
 
-    def __len__(self) -> int:
+    def prepared(self, sequences: int) -> None:
+        """Tells that so many sequences more are in the channel."""
         with self._changed:
-            return len(self._waiting)
+            self._unprepared -= sequences
+
+    @property
+    def unprepared(self) -> int:
+        """Sequences that are not in the channel yet."""
+        with self._changed:
+            return self._unprepared
 
     def close(self) -> None:
         """Lets `take` go on."""
@@ -73,6 +83,13 @@ class Preparer:
         """Waits for its end, after queue and channel were closed."""
         self._thread.join()
 
+    @property
+    def settled(self) -> bool:
+        """Whether it has nothing to do, or waits for the channel."""
+        return self._channel.holds_up or self._queue.unprepared == 0
+
     def _run(self) -> None:
         while batch := self._queue.take(self._most_tokens):
+            sequences = len(batch)
             self._channel.put(batch)
+            self._queue.prepared(sequences)

@@ -42,7 +42,7 @@ class GenerateLoop:
         self._running: list[Sequence] = []
         self._stopping = False
         self._joining = Lock()
-        self._preparer = Preparer(self.queue, self.channel, limits.most_prompt_tokens)
+        self.preparer = Preparer(self.queue, self.channel, limits.most_prompt_tokens)
         self._thread = Thread(target=self._run, name="generate-loop", daemon=True)
         self._thread.start()
 
@@ -72,7 +72,7 @@ class GenerateLoop:
             for start in range(0, len(self._running), self._max_batch_size):
                 self._advance(self._running[start : start + self._max_batch_size])
             self._running = [sequence for sequence in self._running if sequence.session_id]
-        self._preparer.join()
+        self.preparer.join()
         left = [*self._running, *(s for batch in self.channel.drain() for s in batch), *self.queue.remove(bool)]
         for sequence in left:
             self._leave(sequence, RuntimeError("the server is stopping"))

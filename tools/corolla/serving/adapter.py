@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -72,6 +73,21 @@ def answered(make: Callable[[], Any]) -> Any:
         return make()
     except Exception as error:
         return error_response(error)
+
+
+def make_counter(family: str, description: str, labels: dict[str, str]) -> Any:
+    """A counter among the server's metrics; it lives as long as its family, which goes with it."""
+    found = pb_utils.MetricFamily(name=family, description=description, kind=pb_utils.MetricFamily.COUNTER)
+    return _Counter(found, found.Metric(labels=labels))
+
+
+@dataclass(frozen=True)
+class _Counter:
+    family: Any
+    metric: Any
+
+    def increment(self, value: float) -> None:
+        self.metric.increment(value)
 
 
 def _error_code(error: Exception) -> Any:

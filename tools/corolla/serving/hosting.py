@@ -20,6 +20,7 @@ from corolla.kv.token_log import TokenLog
 from corolla.model.block_range import BlockRange
 from corolla.model.decoders import open_decoders
 from corolla.serving.blocks import BlocksService
+from corolla.serving.metrics import DecoderMetrics, MakeCounter
 from corolla.serving.parameters import ServedModel
 
 
@@ -71,6 +72,11 @@ class HostedBlocks:
         self._guard = Lock()
         self._generation = exports.generation if exports else 0
         self._service = open_blocks()
+
+    def count_rows(self, model: str, make_counter: MakeCounter) -> DecoderMetrics | None:
+        """Reports what the decoders do as metrics; None with the eager decoder."""
+        decoders = self._service.decoders
+        return None if decoders is None else DecoderMetrics(model, decoders, make_counter)
 
     @property
     def current(self) -> BlocksService:
