@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -248,6 +249,9 @@ def test_config_without_a_parameter_is_refused_with_what_to_do(grouped: Served, 
         ("attn_cache_tokens", "-1", "attn_cache_tokens: '-1' "),
         ("dtype", "int8", "dtype: 'int8' is not allowed; allowed: float32, float16, bfloat16"),
         ("blocks", "4", "blocks: '4' is not allowed; allowed: start:end"),
+        ("decoder", "quick", "decoder: 'quick' is not allowed; allowed: compiled, eager"),
+        ("decoder_batch_sizes", "17,1", "decoder_batch_sizes: '17,1' .* from 1 to max_batch_size 16"),
+        ("batch_channel_capacity", "-1", "batch_channel_capacity: '-1' "),
     ],
 )
 def test_config_with_a_wrong_parameter_is_refused(
@@ -281,3 +285,45 @@ def test_committed_repository_is_what_init_writes_for_the_demo_checkpoint(tmp_pa
     result = init(tmp_path / ".cache" / "demo-checkpoint", "--out", out, "--dtype", "float32", "--relative")
     assert result.exit_code == 0
     assert contents(PROJECT / "model_repository") == contents(out)
+
+
+@pytest.mark.parametrize("model", ["chain", "blocks_00_02"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda config: config.parameters["decoder_batch_sizes"].__setattr__("string_value", "16,2"),
+        lambda config: config.dynamic_batching.preferred_batch_size.append(2),
+        lambda config: config.dynamic_batching.preferred_batch_size.pop(),
+        lambda config: config.dynamic_batching.ClearField("max_queue_delay_microseconds"),
+        lambda config: config.__setattr__("max_batch_size", 32),
+    ],
+    ids=["sizes", "another preferred", "fewer preferred", "no delay", "max_batch_size"],
+)
+def test_config_that_disagrees_with_its_decoders_is_refused(
+    grouped: Served, tmp_path: Path, model: str, change: Callable[[ModelConfig], None]
+) -> None:
+    init(grouped.checkpoint, "--out", tmp_path)
+    file = tmp_path / model / "config.pbtxt"
+    config = text_format.Parse(file.read_text(), ModelConfig())
+    assert served_model(tmp_path, model).decoder_batch_sizes == (16, 8, 4, 1)
+    assert list(config.dynamic_batching.preferred_batch_size) == [4, 8, 16]
+    change(config)
+    file.write_text(text_format.MessageToString(config))
+    with pytest.raises(CorollaError, match=rf"{model}/config.pbtxt: decoder_batch_sizes .* want max_batch_size 16"):
+        served_model(tmp_path, model)
+
+
+def test_the_eager_decoder_prefers_no_sizes_and_packs_nothing(grouped: Served, tmp_path: Path) -> None:
+    init(grouped.checkpoint, "--out", tmp_path, "--decoder", "eager")
+    assert list(read_models(tmp_path)["chain"].dynamic_batching.preferred_batch_size) == []
+    model = served_model(tmp_path, "chain")
+    assert (model.decoder_batch_sizes, model.packed) == ((), False)
+
+
+def test_init_adds_the_maximum_to_the_sizes_and_says_so(
+    grouped: Served, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    result = init(grouped.checkpoint, "--out", tmp_path, "--max-batch-size", 8, "--decoder-batch-sizes", "1,4")
+    assert result.exit_code == 0
+    assert "added max_batch_size 8" in caplog.text
+    assert served_model(tmp_path, "generate").decoder_batch_sizes == (8, 4, 1)
