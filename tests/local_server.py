@@ -21,7 +21,8 @@ from corolla.model.ends import Embedding, Head
 from corolla.repository.plan import RepositoryPlan
 from corolla.repository.writer import write_repository
 from corolla.serving.blocks import BlocksRequest, BlocksService
-from corolla.serving.hosting import Host, HostedBlocks
+from corolla.serving.hosted_blocks import HostedBlocks
+from corolla.serving.hosting import Host
 from corolla.serving.parameters import ServedModel
 
 
@@ -108,7 +109,7 @@ class LocalServer:
 
     def _blocks(self, name: str) -> HostedBlocks:
         host = self._host(name)
-        return host.blocks(host.session_table())
+        return HostedBlocks(host, host.session_table())
 
 
 def run(service: BlocksService, hidden_states: torch.Tensor, *session: Any) -> torch.Tensor:

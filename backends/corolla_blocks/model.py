@@ -3,6 +3,7 @@
 from corolla.errors import CorollaError
 from corolla.serving.adapter import answered, error_response, integers, make_counter, response, strings, tensor
 from corolla.serving.blocks import BlocksRequest
+from corolla.serving.hosted_blocks import HostedBlocks
 from corolla.serving.hosting import Host
 from corolla.serving.parameters import ServedModel
 
@@ -13,7 +14,7 @@ class TritonPythonModel:
     def initialize(self, args):
         model = ServedModel.from_arguments(args)
         host = Host(model)
-        self._blocks = host.blocks(host.session_table())
+        self._blocks = HostedBlocks(host, host.session_table())
         self._metrics = self._blocks.count_rows(model.name, make_counter)
 
     def execute(self, requests):

@@ -7,6 +7,7 @@ from corolla.generate.engine import EngineLimits, GenerateEngine
 from corolla.generate.request import parse_request
 from corolla.model.ends import Embedding, Head
 from corolla.serving.adapter import FINAL, error_response, make_counter, scalar, step_blocks, strings
+from corolla.serving.hosted_blocks import HostedBlocks
 from corolla.serving.hosting import Host
 from corolla.serving.parameters import ServedModel
 from corolla.serving.senders import SenderThreads
@@ -43,7 +44,7 @@ class TritonPythonModel:
 def _open(model):
     host = Host(model)
     table = host.session_table()
-    blocks = host.blocks(table)
+    blocks = HostedBlocks(host, table)
     engine = GenerateEngine(
         checkpoint=host.checkpoint,
         embedding=Embedding(host.parts),

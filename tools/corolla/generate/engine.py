@@ -43,7 +43,7 @@ RunRanges = Callable[[torch.Tensor, str, int], None]
 
 
 class Blocks(Protocol):
-    """The merged chain; see corolla.serving.hosting.HostedBlocks."""
+    """The merged chain; see corolla.serving.hosted_blocks.HostedBlocks."""
 
     @property
     def current(self) -> BlocksService:

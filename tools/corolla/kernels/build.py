@@ -9,7 +9,6 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from torch.utils import cpp_extension
 
 from corolla.checkpoint.disk_cache import DiskCache
 from corolla.errors import EnvironmentProblemError
@@ -43,6 +42,8 @@ def machine_key() -> str:
 @cache
 def load_kernels() -> None:
     """Makes the CPU implementations of `torch.ops.corolla` available in this process, building them if need be."""
+    import corolla.kernels.ops  # noqa: F401  (their definitions)
+
     load_library(build(DiskCache.default()))
 
 
@@ -58,6 +59,8 @@ def build(cache: DiskCache, extra_flags: tuple[str, ...] = ()) -> Path:
 
 
 def _compile(target: Path, extra_flags: tuple[str, ...]) -> None:
+    from torch.utils import cpp_extension  # takes a fifth of a second to import
+
     include = [f"-I{path}" for path in cpp_extension.include_paths()]
     libraries = [f"-L{path}" for path in cpp_extension.library_paths()]
     command = [

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 import torch
@@ -78,15 +79,18 @@ class CompiledChain:
     """On CPUs: programs of inductor, one per batch size, run block by block."""
 
     def __init__(self, parts: PreparedParts, blocks: BlockRange, arena: KVArena, sizes: Sequence[int]) -> None:
-        """Compiles what the disk cache does not hold yet, some 7 s per size."""
+        """Compiles what the disk cache does not hold yet, one size per thread, some 10 s each."""
         checkpoint = parts.checkpoint
         programs = BlockPrograms(checkpoint.path, checkpoint.config, arena.layout.page_size, parts.cache)
         self._caches = [paged_block(arena, index) for index in blocks.blocks]
         self._weights = [list(layer.parameters()) for layer in blocks.layers]
-        self._programs: dict[int, list[BlockProgram]] = {
-            size: [programs.get(layer, index, size) for layer, index in zip(blocks.layers, blocks.blocks, strict=True)]
-            for size in sizes
-        }
+
+        def programs_of(size: int) -> list[BlockProgram]:
+            layers = zip(blocks.layers, blocks.blocks, strict=True)
+            return [programs.get(layer, index, size) for layer, index in layers]
+
+        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+            self._programs = dict(zip(sizes, pool.map(programs_of, sizes), strict=True))
 
     def __call__(
         self, hidden_states: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, rows: PagedRows

@@ -53,6 +53,7 @@ class BlockPrograms:
         self._checkpoint = checkpoint
         self._config_key = json.dumps(config.to_dict() | {"_name_or_path": ""}, sort_keys=True, default=str)
         self._page_size = page_size
+        self._threads = torch.get_num_threads()
         self._disk = disk
         self._loaded: dict[str, BlockProgram] = {}
 
@@ -64,8 +65,7 @@ class BlockPrograms:
         key = self._key(block, rows)
         if key not in self._loaded:
             dtype = str(next(block.parameters()).dtype).removeprefix("torch.")
-            threads = torch.get_num_threads()
-            spec = ProgramSpec(str(self._checkpoint), index, dtype, rows, self._page_size, threads)
+            spec = ProgramSpec(str(self._checkpoint), index, dtype, rows, self._page_size, self._threads)
             file = self._disk.file(f"programs/{key}.pt2", lambda target: _compile(spec, target))
             self._loaded[key] = torch._inductor.aoti_load_package(str(file)).loader.run
         return self._loaded[key]
@@ -73,7 +73,7 @@ class BlockPrograms:
     def _key(self, block: nn.Module, rows: int) -> str:
         weights = [(name, tuple(weight.shape), str(weight.dtype)) for name, weight in block.named_parameters()]
         versions = (FORMAT, machine_key(), transformers.__version__)
-        parts = (*versions, torch.get_num_threads(), rows, self._page_size, weights, self._config_key)
+        parts = (*versions, self._threads, rows, self._page_size, weights, self._config_key)
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
 
 
