@@ -6,9 +6,14 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+import pytest
+import torch
+from tritonclient.grpc import InferenceServerClient
 
 from checkpoints import random_prompt
 from conftest import Remote
+from corolla.client import CorollaClient
+from corolla.errors import CorollaError
 from waiting import wait_until
 from wire import GrpcWire, texts
 
@@ -61,3 +66,29 @@ def test_generations_are_counted_too(remote: Remote) -> None:
     new = counts(remote) - before  # the prompt of three tokens ran on the decoder for four rows
     assert new["rows", "generate", 4] == 3
     assert new["padding", "generate", 4] == 1
+
+
+def executions(remote: Remote, model: str) -> int:
+    """How often the model ran, by Triton's own count."""
+    with InferenceServerClient(remote.server.grpc) as client:
+        return int(client.get_inference_statistics(model).model_stats[0].execution_count)
+
+
+@pytest.mark.parametrize(("rows", "length", "model"), [(1, 1, "chain"), (2, 64, "chain"), (1, 129, "blocks_00_02")])
+def test_the_client_sends_short_steps_to_the_chain_and_long_ones_to_the_ranges(
+    remote: Remote, rows: int, length: int, model: str
+) -> None:
+    input_ids = np.array([random_prompt(length, seed) for seed in range(rows)], np.int64)
+    hidden = remote.grpc.infer("embed", input_ids=input_ids)["hidden_states"]
+    ids = [remote.sessions.open(length) for _ in range(rows)]
+    before = executions(remote, model)
+    with CorollaClient(remote.server.grpc) as client:
+        output = client.step(hidden, ids, [0] * rows)
+        with pytest.raises(CorollaError, match="start_position: 7 is not allowed"):
+            client.step(hidden, ids, [7] * rows)
+    assert executions(remote, model) > before
+    logits = remote.grpc.infer("head", hidden_states=output)["logits"]
+    expected = remote.reference.logits(torch.from_numpy(input_ids)).numpy()
+    np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-4)
+    for session_id in ids:
+        remote.sessions.close(session_id)

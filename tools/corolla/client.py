@@ -1,6 +1,6 @@
 """A Python client of a Corolla server, over gRPC."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import tritonclient.grpc as grpc_client
-from tritonclient.utils import InferenceServerException, triton_to_np_dtype
+from tritonclient.utils import InferenceServerException, np_to_triton_dtype, triton_to_np_dtype
 
 from corolla.errors import CorollaError, InvalidValueError
 
@@ -64,6 +64,7 @@ class CorollaClient:
     def __init__(self, address: str = DEFAULT_ADDRESS) -> None:
         self._address = address
         self._client = grpc_client.InferenceServerClient(address)
+        self._most_short: int | None = None
 
     def __enter__(self) -> "CorollaClient":
         return self
@@ -112,6 +113,32 @@ class CorollaClient:
             for name, value in ((name, reply.as_numpy(name)[0]) for name in names)
         }
 
+    def step(self, hidden_states: np.ndarray, session_ids: Sequence[str], start_positions: Sequence[int]) -> np.ndarray:
+        """One step of sessions, hidden states [B, T, H] in the model's dtype to the same.
+
+        Short steps, of B * T <= max_short_tokens as the server was set up, run on the merged `chain`, where they
+        share a batch with other clients' steps; longer ones on the `ranges`, where they hold up nobody. Raises
+        CorollaError with the server's message.
+        """
+        inputs = [
+            _array("hidden_states", hidden_states),
+            _array("session_id", np.array([[session_id.encode()] for session_id in session_ids], np.object_)),
+            _array("start_position", np.array(start_positions, np.int32)[:, None]),
+        ]
+        try:
+            short = hidden_states.shape[0] * hidden_states.shape[1] <= self._max_short_tokens()
+            reply = self._client.infer("chain" if short else "ranges", inputs)
+        except InferenceServerException as error:
+            raise CorollaError(f"{self._address}: {error.message()}") from error
+        return reply.as_numpy("output_hidden_states")
+
+    def _max_short_tokens(self) -> int:
+        """What the server's `chain` says; asked once."""
+        if self._most_short is None:
+            config = self._client.get_model_config("chain").config
+            self._most_short = int(config.parameters["max_short_tokens"].string_value)
+        return self._most_short
+
     def _chunks(self, answers: SimpleQueue[tuple[Any, Exception | None]]) -> Iterator[GenerationChunk]:
         final = False
         while not final:
@@ -138,6 +165,13 @@ def _input(name: str, datatype: str, values: list[Any]) -> grpc_client.InferInpu
 def _flat_input(name: str, datatype: str, value: str | float) -> grpc_client.InferInput:
     """An input [1] of a model that does not."""
     return _tensor(name, datatype, [value])
+
+
+def _array(name: str, values: np.ndarray) -> grpc_client.InferInput:
+    """An input of a whole array, in its own dtype."""
+    tensor = grpc_client.InferInput(name, list(values.shape), np_to_triton_dtype(values.dtype))
+    tensor.set_data_from_numpy(values)
+    return tensor
 
 
 def _tensor(name: str, datatype: str, nested: list[Any]) -> grpc_client.InferInput:
