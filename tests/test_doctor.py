@@ -42,7 +42,7 @@ def failed(check: Check, *words: str) -> bool:
 def test_this_machine_is_fit() -> None:
     result = CliRunner().invoke(command)
     assert result.exit_code == 0, result.output
-    assert len(result.output.splitlines()) == len(checks.run_checks())
+    assert len(result.output.splitlines()) == len(checks.run_checks()) + 1
     assert Installation.find().stub.exists()
 
 
@@ -52,6 +52,13 @@ def test_any_failure_is_told_with_status_1(monkeypatch: pytest.MonkeyPatch) -> N
     assert result.exit_code == 1
     (line,) = [line for line in result.output.splitlines() if line.startswith("MISSING")]
     assert "apt-get install libpython3.11" in line
+
+
+def test_a_missing_compiler_is_told_and_does_not_keep_servers_from_starting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler -m64")
+    assert failed(checks.check_compiler(), "no-such-compiler not found", "apt-get install g++", "--decoder eager")
+    assert CliRunner().invoke(command).exit_code == 1
+    checks.require_checks()
 
 
 def test_help_has_an_example() -> None:

@@ -2,7 +2,7 @@
 
 import click
 
-from corolla.server.checks import describe, run_checks
+from corolla.server.checks import check_compiler, describe, run_checks
 
 
 @click.command(
@@ -15,7 +15,7 @@ def command() -> None:
 
     Exits with status 1 if anything is missing.
     """
-    checks = run_checks()
+    checks = [*run_checks(), check_compiler()]
     for check in checks:
         click.echo(("ok      " if check.ok else "MISSING ") + describe(check))
     if not all(check.ok for check in checks):

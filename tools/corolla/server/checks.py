@@ -3,6 +3,7 @@
 import importlib.metadata
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -30,7 +31,7 @@ class Check:
 
 
 def run_checks(min_shm_bytes: int = MIN_SHM_BYTES) -> list[Check]:
-    """Every check, in the order in which failures should be mended."""
+    """What every server needs, in the order in which failures should be mended."""
     checks: list[Callable[[], Check]] = [
         check_platform,
         check_wheel,
@@ -160,6 +161,18 @@ def check_temporary_folder() -> Check:
         usable,
         str(folder) if usable else f"{folder} is mounted noexec",
         "set TMPDIR to a folder on a file system that allows programs",
+    )
+
+
+def check_compiler() -> Check:
+    """Wanted by servers with compiled decoders only, the first time that they start."""
+    command = shlex.split(os.environ.get("CXX", "g++"))[0]
+    found = shutil.which(command)
+    return Check(
+        "C++ compiler",
+        found is not None,
+        found or f"{command} not found",
+        "install one (Debian: apt-get install g++) or set CXX; `corolla init --decoder eager` does without, slowly",
     )
 
 
