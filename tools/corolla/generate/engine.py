@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -14,7 +14,7 @@ import torch
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from corolla.checkpoint.folder import CheckpointFolder
-from corolla.errors import CheckpointError, InvalidValueError, OverloadedError
+from corolla.errors import CheckpointError, CorollaError, InvalidValueError, OverloadedError
 from corolla.generate.loop import GenerateLoop, LoopLimits
 from corolla.generate.replay import replay
 from corolla.generate.request import DEFAULT_MAX_TOKENS, GenerationRequest
@@ -22,10 +22,12 @@ from corolla.generate.sampling import Prediction, TokenChooser
 from corolla.generate.sequence import Output, Sequence
 from corolla.generate.text import TextStream
 from corolla.kv.session import OpenRequest, Session
+from corolla.kv.steps import Row
 from corolla.kv.table import CacheFullError, SessionTable, UnknownSessionError
 from corolla.kv.token_log import TokenLog
 from corolla.model.ends import Embedding, Head
-from corolla.serving.blocks import BlocksRequest, BlocksService
+from corolla.serving.blocks import BlocksService, Step
+from corolla.serving.grouping import BlocksRequest
 
 logger = logging.getLogger(__name__)
 
@@ -211,6 +213,9 @@ class GenerateEngine:
             self._loop.join(sequence)
 
     def _step(self, sequences: list[Sequence]) -> list[Prediction | Exception]:
+        if all(len(sequence.pending) == 1 for sequence in sequences):
+            with suppress(CorollaError):  # of one row: it gets its error when the rows run as requests of their own
+                return list(self._decode(sequences))
         pending = [sequence.pending for sequence in sequences]
         hidden_states = self._embedding(torch.tensor([list(chain.from_iterable(pending))]))
         results = self._blocks.current.run(
@@ -222,6 +227,13 @@ class GenerateEngine:
         done = [result[:, -1:] for result in results if isinstance(result, torch.Tensor)]
         predictions = iter(Prediction.of_rows(self._head(torch.cat(done))[:, 0]) if done else ())
         return [next(predictions) if isinstance(result, torch.Tensor) else result for result in results]
+
+    def _decode(self, sequences: list[Sequence]) -> list[Prediction]:
+        """One token of each, as one step: the way of nearly all steps."""
+        hidden_states = self._embedding(torch.tensor([sequence.pending for sequence in sequences]))
+        rows = [Row(sequence.session_id, sequence.cached) for sequence in sequences]
+        (output,) = self._blocks.current.step([Step(hidden_states, rows)])
+        return Prediction.of_rows(self._head(output)[:, 0])
 
     def _release(self, sequence: Sequence) -> None:
         sequence.resources.close()
