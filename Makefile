@@ -8,8 +8,7 @@ PROMPT ?= The session table is
 STAMP := $(VENV)/.installed
 
 # As in tools/corolla/threads.py.
-export OMP_WAIT_POLICY ?= ACTIVE
-export GOMP_SPINCOUNT ?= 20000
+export OMP_WAIT_POLICY ?= PASSIVE
 
 .PHONY: setup demo serve test lint clean
 

@@ -19,7 +19,7 @@ class TritonPythonModel:
     """Triton's interface of a Python model."""
 
     def initialize(self, args):
-        """Opens the model in a thread that ends: its OpenMP threads would else compete with those of the loop."""
+        """Opens the model in a thread that ends: this one would else keep OpenMP threads that nobody uses."""
         self._senders = SenderThreads()
         with ThreadPoolExecutor(1) as opener:
             self._engine, self._metrics = opener.submit(_open, ServedModel.from_arguments(args)).result()

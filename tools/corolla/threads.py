@@ -1,15 +1,15 @@
-"""How OpenMP's idle threads behave in every process of Corolla."""
+"""How idle threads of OpenMP behave in the processes of Corolla.
+
+The kernels of a decode step have threads of their own (kernels/pool.h). OpenMP runs the rest: long prompts, training.
+"""
 
 import os
 
-THREAD_SETTINGS = {"OMP_WAIT_POLICY": "ACTIVE", "GOMP_SPINCOUNT": "20000"}
-"""Idle threads spin for a moment only, long enough for the next kernel of the same step: threads that spin on starve
-those of other models (steps of 6 ms took 70), threads that sleep at once wake too late (6 ms took 13). With the policy
-PASSIVE, GNU's OpenMP would not spin at all in a process that has more threads than processors."""
+VARIABLE = "OMP_WAIT_POLICY"
+PASSIVE = "PASSIVE"
+"""Idle threads sleep: those that spin starve other processes (steps of 6 ms took 70)."""
 
 
-def apply_thread_settings(environment: dict[str, str] | None = None) -> None:
-    """Sets what is not set yet. For this process, call it before torch is imported."""
-    target = os.environ if environment is None else environment
-    for variable, value in THREAD_SETTINGS.items():
-        target.setdefault(variable, value)
+def let_idle_threads_sleep(environment: dict[str, str] | None = None) -> None:
+    """Sets the policy unless one is set. For this process, call it before torch is imported."""
+    (os.environ if environment is None else environment).setdefault(VARIABLE, PASSIVE)

@@ -6,11 +6,10 @@ from typing import Any
 
 import click
 
-from corolla.dtypes import DTYPES
-from corolla.threads import apply_thread_settings
+from corolla.bench.openmp import load_torch
 
 _CHECKPOINT = click.argument("checkpoint", type=click.Path(path_type=Path, exists=True, file_okay=False))
-_DTYPE = click.option("--dtype", type=click.Choice(["auto", *DTYPES]), default="auto", show_default=True)
+_DTYPE = click.option("--dtype", default="auto", show_default=True, help="auto, float32 or bfloat16.")
 _ROUNDS = click.option("--rounds", type=click.IntRange(1, 100), default=3, show_default=True)
 _JSON = click.option("--json", "json_file", type=click.Path(path_type=Path), help="File for all figures.")
 
@@ -22,7 +21,7 @@ _JSON = click.option("--json", "json_file", type=click.Path(path_type=Path), hel
 )
 def command() -> None:
     """Measure a checkpoint on this machine, through a server that is started for it."""
-    apply_thread_settings()
+    load_torch()
 
 
 @command.command(epilog="Example: corolla bench generate .cache/demo-checkpoint --sessions 1,4 --json figures.json")

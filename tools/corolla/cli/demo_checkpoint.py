@@ -6,7 +6,7 @@ import click
 
 import corolla
 from corolla.errors import CheckpointError
-from corolla.threads import apply_thread_settings
+from corolla.threads import let_idle_threads_sleep
 
 
 def _project_root() -> Path | None:
@@ -40,7 +40,7 @@ def _documentation(root: Path) -> list[Path]:
 @click.option("--force", is_flag=True, help="Train even if the checkpoint is up to date.")
 def command(out: Path | None, corpus: tuple[Path, ...], force: bool) -> None:
     """Train a Llama of 8 blocks on the project's documentation, in a minute or so, unless that is done already."""
-    apply_thread_settings()
+    let_idle_threads_sleep()
     from corolla.checkpoint.demo import ensure_demo_checkpoint, train_demo_checkpoint
 
     root = _project_root()

@@ -13,7 +13,7 @@ import torch
 from corolla.checkpoint.disk_cache import DiskCache
 from corolla.errors import EnvironmentProblemError
 
-SOURCE = Path(__file__).with_name("cpu.cpp")
+SOURCES = (Path(__file__).with_name("cpu.cpp"), Path(__file__).with_name("pool.h"))
 FLAGS = ("-std=c++20", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-w")
 
 
@@ -54,7 +54,9 @@ def load_library(file: Path) -> None:
 
 def build(cache: DiskCache, extra_flags: tuple[str, ...] = ()) -> Path:
     """The library's file; compiled if it is not in `cache` yet. EnvironmentProblemError when that fails."""
-    source = hashlib.sha256(SOURCE.read_bytes() + " ".join(FLAGS + extra_flags).encode()).hexdigest()[:16]
+    source = hashlib.sha256(b"".join(map(Path.read_bytes, SOURCES)) + repr(FLAGS + extra_flags).encode()).hexdigest()[
+        :16
+    ]
     return cache.file(f"kernels/{machine_key()}-{source}.so", lambda target: _compile(target, extra_flags))
 
 
@@ -65,7 +67,7 @@ def _compile(target: Path, extra_flags: tuple[str, ...]) -> None:
     libraries = [f"-L{path}" for path in cpp_extension.library_paths()]
     command = [
         *compiler(), *FLAGS, *extra_flags, f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
-        *include, str(SOURCE), "-o", str(target), *libraries, "-ltorch_cpu", "-lc10",
+        *include, str(SOURCES[0]), "-o", str(target), *libraries, "-ltorch_cpu", "-lc10",
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:

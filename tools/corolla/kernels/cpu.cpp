@@ -4,6 +4,7 @@
 // layout of packed weights. Built by build.py for the machine that runs it.
 
 #include <ATen/ATen.h>
+#include <ATen/Parallel.h>
 #include <torch/library.h>
 
 #include <cmath>
@@ -11,6 +12,8 @@
 #include <limits>
 #include <type_traits>
 #include <vector>
+
+#include "pool.h"
 
 #if defined(__AVX512F__) && !defined(COROLLA_PORTABLE)
 #include <immintrin.h>
@@ -139,11 +142,10 @@ void linear(const at::Tensor& x, const at::Tensor& weight, const T* bias, at::Te
   const T* in = x.const_data_ptr<T>();
   const T* w = weight.const_data_ptr<T>();
   T* out = y.mutable_data_ptr<T>();
-#pragma omp parallel for schedule(dynamic)
-  for (int64_t t = 0; t < tiles; ++t) {
+  corolla::Pool::instance().run(at::get_num_threads(), tiles, [&](int64_t t) {
     const int64_t first = t * TILE, width = std::min(TILE, outputs - first);
     tile_all<T>(rows, in, inputs, w + t * tile_size, bias ? bias + first : nullptr, width, out + first, outputs);
-  }
+  });
 }
 
 template <typename Function>
@@ -259,14 +261,14 @@ at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& key, const
       std::memcpy(pages_of(key_memory, row).at(ends[row], 0), ks + row * kv_heads * dim, bytes);
       std::memcpy(pages_of(value_memory, row).at(ends[row], 0), vs + row * kv_heads * dim, bytes);
     }
-#pragma omp parallel for schedule(dynamic) if (work * heads * dim > 1 << 15)
-    for (int64_t task = 0; task < rows * kv_heads; ++task) {
+    const int threads = work * heads * dim > 1 << 15 ? at::get_num_threads() : 1;
+    corolla::Pool::instance().run(threads, rows * kv_heads, [&](int64_t task) {
       const int64_t row = task / kv_heads, head = task % kv_heads, first = (row * heads + head * shared) * dim;
       const auto attend_in = dim == 64 ? attend<T, 64> : dim == 128 ? attend<T, 128> : attend<T, 0>;
       if (ends[row] >= 0)
         attend_in(qs + first, pages_of(key_memory, row), pages_of(value_memory, row), head, ends[row] + 1, shared,
                   static_cast<float>(scale), results + first);
-    }
+    });
   });
   return out;
 }

@@ -21,8 +21,10 @@ from corolla.model.attention import PagedBlock, PagedRows
 from corolla.model.family import family_of
 from corolla.model.programs import ProgramSpec
 
-OPTIONS = {"aot_inductor.compile_wrapper_opt_level": "O0"}
-"""A third of the time of O1, and calls do not get slower."""
+OPTIONS = {
+    "aot_inductor.compile_wrapper_opt_level": "O0",  # a third of the time of O1, and calls do not get slower
+    "cpp.threads": 1,  # what is between our kernels is short, and OpenMP's threads would compete with theirs
+}
 
 
 class BlockStep(nn.Module):
@@ -67,7 +69,6 @@ class BlockStep(nn.Module):
 @torch.no_grad()
 def compile_block(spec: ProgramSpec, target: Path) -> None:
     """Writes the program that `spec` describes; no weight is read."""
-    torch.set_num_threads(spec.threads)
     config = CheckpointFolder(Path(spec.checkpoint)).config
     config._attn_implementation = attention.NAME
     dtype = dtype_named(spec.dtype).torch

@@ -24,7 +24,7 @@ from corolla.kernels.build import compiler, load_kernels, machine_key
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 
 
 class BlockProgram(Protocol):
@@ -42,7 +42,6 @@ class ProgramSpec:
     dtype: str
     rows: int
     page_size: int
-    threads: int
 
 
 class BlockPrograms:
@@ -53,7 +52,6 @@ class BlockPrograms:
         self._checkpoint = checkpoint
         self._config_key = json.dumps(config.to_dict() | {"_name_or_path": ""}, sort_keys=True, default=str)
         self._page_size = page_size
-        self._threads = torch.get_num_threads()
         self._disk = disk
         self._loaded: dict[str, BlockProgram] = {}
 
@@ -65,7 +63,7 @@ class BlockPrograms:
         key = self._key(block, rows)
         if key not in self._loaded:
             dtype = str(next(block.parameters()).dtype).removeprefix("torch.")
-            spec = ProgramSpec(str(self._checkpoint), index, dtype, rows, self._page_size, self._threads)
+            spec = ProgramSpec(str(self._checkpoint), index, dtype, rows, self._page_size)
             file = self._disk.file(f"programs/{key}.pt2", lambda target: _compile(spec, target))
             self._loaded[key] = torch._inductor.aoti_load_package(str(file)).loader.run
         return self._loaded[key]
@@ -73,7 +71,7 @@ class BlockPrograms:
     def _key(self, block: nn.Module, rows: int) -> str:
         weights = [(name, tuple(weight.shape), str(weight.dtype)) for name, weight in block.named_parameters()]
         versions = (FORMAT, machine_key(), transformers.__version__)
-        parts = (*versions, self._threads, rows, self._page_size, weights, self._config_key)
+        parts = (*versions, rows, self._page_size, weights, self._config_key)
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
 
 

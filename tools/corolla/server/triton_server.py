@@ -20,7 +20,7 @@ from corolla.server.processes import die_with_parent, kill_and_wait, zombie_exit
 from corolla.server.run_directory import RunDirectory, assemble_backends
 from corolla.server.stubs import StubWatch
 from corolla.server.triton_http import TritonHttp
-from corolla.threads import apply_thread_settings
+from corolla.threads import let_idle_threads_sleep
 
 _STOP_TIMEOUT_SECONDS = EXIT_TIMEOUT_SECONDS + 5.0
 _ORPHANED_SECONDS = 1.5
@@ -128,7 +128,7 @@ def _environment(installation: Installation, libraries: Path, run_directory: Pat
     Stubs find the virtual environment through PATH, and libpython and the wheel's libraries on the library path.
     """
     environment = dict(os.environ)
-    apply_thread_settings(environment)
+    let_idle_threads_sleep(environment)
     environment.setdefault("PYTHONUNBUFFERED", "1")
     environment[ENVIRONMENT_VARIABLE] = str(run_directory)
     for variable, folders in {
