@@ -8,6 +8,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from corolla.bench.memory import read_speed
 from corolla.bench.prompts import make_prompts
 from corolla.bench.reference import TransformersPeer
 from corolla.bench.serving import BenchServer
@@ -39,12 +40,16 @@ class Prefill:
 
 @dataclass(frozen=True)
 class GenerationReport:
-    """Everything of one run; memory in bytes: ours of all processes of the server, theirs of this one."""
+    """Everything of one run; memory in bytes: ours of all processes of the server, theirs of this one.
+
+    `read_speed` is how fast the machine reads memory, in bytes per second.
+    """
 
     comparisons: list[Comparison]
     prefill: Prefill
     our_memory: int
     their_memory: int
+    read_speed: float
 
     def to_json(self) -> dict[str, Any]:
         """For --json."""
@@ -76,6 +81,7 @@ def compare_generation(
         ),
         our_memory=server.memory(),
         their_memory=peer.memory(),
+        read_speed=read_speed(),
     )
 
 
@@ -106,5 +112,6 @@ def table(report: GenerationReport) -> str:
         f"One prompt of {prefill.tokens} tokens: {prefill.ours:.0f} tok/s, transformers {prefill.theirs:.0f}. "
         f"Memory: {report.our_memory / 2**20:.0f} MiB (all processes of the server), "
         f"transformers {report.their_memory / 2**20:.0f} MiB.",
+        f"This machine reads memory at {report.read_speed / 1e9:.1f} GB/s (torch.sum over 1 GiB, best of 5).",
     ]
     return "\n".join(lines)

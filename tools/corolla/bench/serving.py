@@ -32,15 +32,17 @@ class BenchServer:
         return sum(process.memory_full_info().pss for process in (root, *root.children(recursive=True)))
 
 
-@contextmanager
-def bench_server(checkpoint: Path, dtype: str, range_size: int | None = None, **options: Any) -> Iterator[BenchServer]:
-    """Serves a checkpoint while the context lasts; `options` as of RepositoryPlan."""
+def make_plan(checkpoint: Path, dtype: str, range_size: int | None = None, **options: Any) -> RepositoryPlan:
+    """What to serve: two ranges unless `range_size` says otherwise; `options` as of RepositoryPlan."""
     config = CheckpointFolder(checkpoint).config
     blocks = config.num_hidden_layers
     ranges = split_evenly(blocks, range_size or -(-blocks // 2))
-    plan = RepositoryPlan(
-        checkpoint.resolve(), config, resolve_dtype(dtype, config, options.get("device", "cpu")), ranges, **options
-    )
+    return RepositoryPlan(checkpoint.resolve(), config, resolve_dtype(dtype, config, "cpu"), ranges, **options)
+
+
+@contextmanager
+def bench_server(plan: RepositoryPlan) -> Iterator[BenchServer]:
+    """Serves a plan on free ports of 127.0.0.1 while the context lasts."""
     with tempfile.TemporaryDirectory(prefix="corolla-bench-") as folder:
         repository = Path(folder) / "repository"
         write_repository(plan, repository)
