@@ -1,6 +1,8 @@
 """Benchmarks: their figures are what they say, and every subcommand runs to its end."""
 
 import json
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ import torch
 from click.testing import CliRunner, Result
 
 from checkpoints import SERVED
+from corolla.bench import serving
 from corolla.bench.bursts import BurstClient, Watch
 from corolla.bench.figures import Setting, read_figures, write_figures
 from corolla.bench.lengths import StepTimes, crossing, powers_of_two
@@ -17,6 +20,7 @@ from corolla.bench.merged import crossing_text
 from corolla.bench.mirror import percentile
 from corolla.bench.overhead import Overhead
 from corolla.bench.pictures import DRAWINGS, draw_files
+from corolla.bench.serving import bench_server, make_plan
 from corolla.bench.sizes import rows_of_step
 from corolla.bench.streaming import streamed_steps
 from corolla.bench.tables import markdown
@@ -191,13 +195,21 @@ def test_lists_of_numbers_are_checked(tmp_path: Path, given: str) -> None:
 
 
 def test_benchmarks_run_and_can_be_drawn(tmp_path: Path, suite_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All on one server, whatever the plan of each: starting servers takes longer than all else."""
     monkeypatch.setenv("COROLLA_CACHE", str(suite_cache))
     checkpoint = tmp_path / "checkpoint"
-    SERVED.write(checkpoint)
+    replace(SERVED, fragments=False).write(checkpoint)
+    with bench_server(make_plan(checkpoint, "auto", threads=1, max_batch_size=4)) as server:
+        monkeypatch.setattr(serving, "bench_server", lambda plan: nullcontext(replace(server, plan=plan)))
+        run_benchmarks(checkpoint, tmp_path)
+
+
+def run_benchmarks(checkpoint: Path, folder: Path) -> None:
+    """Every subcommand as briefly as it can."""
     options: dict[str, tuple[object, ...]] = {
         "generate": ("--sessions", "2", "--max-tokens", 4, "--max-batch-size", 4, "--rounds", 1),
         "merged": (
-            "--range-size", 3, "--most", 4, "--repetitions", 2, "--seconds", 1, "--steps", 4, "--max-batch-size", 4,
+            "--range-size", 3, "--most", 4, "--repetitions", 2, "--seconds", 1, "--steps", 16, "--max-batch-size", 4,
             "--rounds", 1,
         ),
         "channel": ("--capacities", "0,1", "--generations", 4, "--cancel-after", 0, "--max-batch-size", 4,
@@ -207,7 +219,7 @@ def test_benchmarks_run_and_can_be_drawn(tmp_path: Path, suite_cache: Path, monk
     }  # fmt: skip
     figures = {}
     for name, chosen in options.items():
-        file = tmp_path / f"{name}.json"
+        file = folder / f"{name}.json"
         result = bench(name, checkpoint, "--threads", 1, *chosen, "--json", file)
         assert result.exit_code == 0, result.output
         assert "| --- |" in result.output
@@ -218,7 +230,7 @@ def test_benchmarks_run_and_can_be_drawn(tmp_path: Path, suite_cache: Path, monk
     assert [(r["rows"], r["padding"]) for r in figures["sizes"]["results"]] == [(1, 0), (4, 1)]
     assert [r["mirror"] for r in figures["mirror"]["results"]] == [True, False]
     assert all(1 <= r["rows_per_batch"] <= 2 for r in figures["mirror"]["results"])
-    result = bench("pictures", *(tmp_path / f"{name}.json" for name in options), "--out", tmp_path / "pictures")
+    result = bench("pictures", *(folder / f"{name}.json" for name in options), "--out", folder / "pictures")
     assert result.exit_code == 0, result.output
-    assert len(list((tmp_path / "pictures").glob("*.png"))) == len(options)
-    assert json.loads((tmp_path / "generate.json").read_text())["read_speed"] > 1e8
+    assert len(list((folder / "pictures").glob("*.png"))) == len(options)
+    assert json.loads((folder / "generate.json").read_text())["read_speed"] > 1e8

@@ -62,7 +62,7 @@ def measure_merged(server: BenchServer, most: int, effort: Effort, steps: int, r
                 bare_step=bare_step(models, steps),
                 raw_step=1e3 / merged,
                 bare_token=bare_token(models, prompt_ids, steps),
-                streamed_token=1e3 / stream.decode,
+                streamed_token=1e3 / (stream.decode or stream.whole),  # a few tokens may come all at once
             )
             if turn:
                 speeds.append((merged, unmerged))
