@@ -92,6 +92,7 @@ def _mirror(figures: dict[str, Any], picture: Figure) -> str:
         for mirror, name, color in ((True, "mirrored sizes", OURS), (False, "no preferred sizes", THEIRS)):
             chosen = [r for r in figures["results"] if r["mirror"] == mirror]
             axes.plot([r["clients"] for r in chosen], [r[key] for r in chosen], "o-", color=color, label=name)
+        axes.set_xticks(sorted({r["clients"] for r in figures["results"]}))
         axes.set_ylim(bottom=0)
     picture.axes[0].legend(fontsize=8)
     return "Steps of clients in closed loops, batched by Triton"
@@ -121,8 +122,13 @@ def _bars(axes: Axes, labels: list[int], groups: dict[str, list[float]]) -> None
     for number, (name, values) in enumerate(groups.items()):
         offset = (number - (len(groups) - 1) / 2) * width
         bars = axes.bar([place + offset for place in range(len(labels))], values, width, label=name)
-        axes.bar_label(bars, fmt="%.3g", fontsize=8)
+        axes.bar_label(bars, [_short(value) for value in values], fontsize=8)
     axes.set_xticks(range(len(labels)), [str(label) for label in labels])
     axes.margins(y=0.12)
     if len(groups) > 1:
         axes.legend()
+
+
+def _short(value: float) -> str:
+    """Three digits, or all those before the point."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
