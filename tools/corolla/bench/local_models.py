@@ -19,6 +19,7 @@ from corolla.model.batch_sizes import COMPILED
 from corolla.model.ends import Embedding, Head
 from corolla.repository.plan import RepositoryPlan
 from corolla.serving.blocks import BlocksService
+from corolla.serving.hosted_blocks import HostedBlocks
 from corolla.serving.hosting import Host
 from corolla.serving.parameters import ServedModel
 
@@ -54,7 +55,7 @@ def _open(plan: RepositoryPlan, folder: Path, table_type: type[SessionTable]) ->
         checkpoint=host.checkpoint,
         embedding=Embedding(host.parts),
         head=Head(host.parts),
-        chain=host.blocks(table).current,
+        chain=HostedBlocks(host, table).current,
         table=table,
         log=host.token_log(),
     )

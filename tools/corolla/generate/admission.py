@@ -42,6 +42,12 @@ class AdmissionQueue:
                 tokens += len(batch[-1].pending)
             return batch
 
+    def each(self, call: Callable[[Sequence], None]) -> None:
+        """Calls a function that does not block for every waiting sequence."""
+        with self._changed:
+            for _, _, sequence in self._waiting:
+                call(sequence)
+
     def remove(self, unwanted: Callable[[Sequence], bool]) -> list[Sequence]:
         """Takes out and returns sequences that nobody wants any more."""
         with self._changed:

@@ -1,6 +1,7 @@
 """The generate loop: all running generations step together, new ones join and ended ones leave between steps."""
 
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from threading import Lock, Thread
@@ -10,6 +11,9 @@ from corolla.generate.channel import BatchChannel
 from corolla.generate.sequence import Prediction, Sequence, StepFunction
 
 logger = logging.getLogger(__name__)
+
+POLL_SECONDS = 0.05
+"""How often it is asked whether the clients of waiting newcomers are still there."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,7 @@ class GenerateLoop:
         self.channel: BatchChannel[list[Sequence]] = BatchChannel(limits.channel_capacity)
         self._running: list[Sequence] = []
         self._stopping = False
+        self._next_poll = 0.0
         self._joining = Lock()
         self.preparer = Preparer(self.queue, self.channel, limits.most_prompt_tokens)
         self._thread = Thread(target=self._run, name="generate-loop", daemon=True)
@@ -78,6 +83,9 @@ class GenerateLoop:
             self._leave(sequence, RuntimeError("the server is stopping"))
 
     def _drop_cancelled(self, batch: list[Sequence]) -> None:
+        if time.monotonic() >= self._next_poll:
+            self.queue.each(lambda waiting: waiting.output.poll())
+            self._next_poll = time.monotonic() + POLL_SECONDS
         for waiting in (self._running, batch):
             for sequence in [s for s in waiting if s.output.cancelled]:
                 waiting.remove(sequence)
