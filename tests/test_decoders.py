@@ -20,8 +20,8 @@ from corolla.serving.blocks import BlocksRequest
 
 ABSOLUTE = 1e-4
 SIZES = (4, 1)
-COMPILED_CASES = [case for case in CASES if case.name.startswith(("grouped", "multi-query", "biases"))]
-"""Grouped attention, odd sizes, biases."""
+COMPILED_CASES = [case for case in CASES if case.name.startswith(("multi-query", "biases"))]
+"""Multi-query and grouped attention, odd sizes, biases, tied and untied."""
 
 
 @pytest.fixture(scope="module", params=COMPILED_CASES, ids=lambda case: case.name)

@@ -3,6 +3,8 @@
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
+import torch
+
 from corolla.generate.engine import EngineLimits, GenerateEngine
 from corolla.generate.request import parse_request
 from corolla.model.ends import Embedding, Head
@@ -55,6 +57,7 @@ def _open(model):
         run_ranges=partial(step_blocks, "ranges"),
         limits=EngineLimits(model.max_short_tokens, model.batch_channel_capacity),
     )
+    torch.set_num_threads(1)  # for what is left to PyTorch in a step, waking a thread takes longer than the work
     return engine, blocks.count_rows(model.name, make_counter)
 
 

@@ -41,10 +41,14 @@ def machine_key() -> str:
 
 @cache
 def load_kernels() -> None:
-    """Makes the CPU implementations of `torch.ops.corolla` available in this process, building them if need be."""
+    """Makes the CPU implementations of `torch.ops.corolla` available in this process, building them if need be.
+
+    They use as many threads as PyTorch does at this moment.
+    """
     import corolla.kernels.ops  # noqa: F401  (their definitions)
 
     load_library(build(DiskCache.default()))
+    torch.ops.corolla.set_threads(torch.get_num_threads())
 
 
 def load_library(file: Path) -> None:

@@ -4,7 +4,6 @@
 // layout of packed weights. Built by build.py for the machine that runs it.
 
 #include <ATen/ATen.h>
-#include <ATen/Parallel.h>
 #include <torch/library.h>
 
 #include <cmath>
@@ -29,6 +28,12 @@ constexpr int64_t TILE = 32;        // output features per tile of packed weight
 constexpr int64_t ROWS = 8;         // rows per pass over a tile: 2 * 8 vector accumulators
 constexpr int64_t AHEAD = 4 << 10;  // bytes that weights are prefetched ahead
 constexpr int64_t SOON = 8;         // positions that keys are prefetched ahead
+
+std::atomic<int64_t> most_threads{1};
+
+int kernel_threads() { return static_cast<int>(most_threads.load(std::memory_order_relaxed)); }
+
+void set_threads(int64_t threads) { most_threads.store(threads, std::memory_order_relaxed); }
 
 // Packed weights hold `group` neighbouring inputs of one output feature side by side.
 template <typename T>
@@ -142,7 +147,7 @@ void linear(const at::Tensor& x, const at::Tensor& weight, const T* bias, at::Te
   const T* in = x.const_data_ptr<T>();
   const T* w = weight.const_data_ptr<T>();
   T* out = y.mutable_data_ptr<T>();
-  corolla::Pool::instance().run(at::get_num_threads(), tiles, [&](int64_t t) {
+  corolla::Pool::instance().run(kernel_threads(), tiles, [&](int64_t t) {
     const int64_t first = t * TILE, width = std::min(TILE, outputs - first);
     tile_all<T>(rows, in, inputs, w + t * tile_size, bias ? bias + first : nullptr, width, out + first, outputs);
   });
@@ -261,7 +266,7 @@ at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& key, const
       std::memcpy(pages_of(key_memory, row).at(ends[row], 0), ks + row * kv_heads * dim, bytes);
       std::memcpy(pages_of(value_memory, row).at(ends[row], 0), vs + row * kv_heads * dim, bytes);
     }
-    const int threads = work * heads * dim > 1 << 15 ? at::get_num_threads() : 1;
+    const int threads = work * heads * dim > 1 << 15 ? kernel_threads() : 1;
     corolla::Pool::instance().run(threads, rows * kv_heads, [&](int64_t task) {
       const int64_t row = task / kv_heads, head = task % kv_heads, first = (row * heads + head * shared) * dim;
       const auto attend_in = dim == 64 ? attend<T, 64> : dim == 128 ? attend<T, 128> : attend<T, 0>;
@@ -274,6 +279,8 @@ at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& key, const
 }
 
 }  // namespace
+
+TORCH_LIBRARY_FRAGMENT(corolla, library) { library.def("set_threads", set_threads); }
 
 TORCH_LIBRARY_IMPL(corolla, CPU, library) {
   library.impl("packed_linear", packed_linear);

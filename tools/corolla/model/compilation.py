@@ -27,6 +27,10 @@ OPTIONS = {
 }
 
 
+ANY_ROWS = 23
+"""Rows of the example for a program that takes any number. Like those of pages, it occurs nowhere else: it varies."""
+
+
 class BlockStep(nn.Module):
     """What is compiled: one step of rows that are one position each through one block."""
 
@@ -74,23 +78,26 @@ def compile_block(spec: ProgramSpec, target: Path) -> None:
     dtype = dtype_named(spec.dtype).torch
     with torch.device("meta"):
         block = use_packed(family_of(config).block(config, spec.block), dtype).eval()
+    rows = spec.rows or ANY_ROWS
     rotary = family_of(config).rotary_embedding(config)
-    cosines, sines = rotary(torch.empty(0, dtype=dtype), torch.zeros(spec.rows, 1, dtype=torch.int64))
+    cosines, sines = rotary(torch.empty(0, dtype=dtype), torch.zeros(rows, 1, dtype=torch.int64))
     layout = KVLayout.of(config, spec.dtype, spec.page_size, spec.page_size)
-    cache = (11, spec.page_size, layout.kv_heads, layout.head_dim)  # 11 and 7 occur nowhere else: they vary
+    cache = (11, spec.page_size, layout.kv_heads, layout.head_dim)
     weights = [torch.zeros(weight.shape, dtype=dtype) for weight in block.parameters()]
     example = (
-        torch.zeros(spec.rows, 1, config.hidden_size, dtype=dtype),
+        torch.zeros(rows, 1, config.hidden_size, dtype=dtype),
         cosines,
         sines,
         torch.zeros(cache, dtype=dtype),
         torch.zeros(cache, dtype=dtype),
-        torch.zeros(spec.rows, 7, dtype=torch.int32),
-        torch.zeros(spec.rows, dtype=torch.int64),
+        torch.zeros(rows, 7, dtype=torch.int32),
+        torch.zeros(rows, dtype=torch.int64),
         weights,
     )
     free = {0: Dim.DYNAMIC}
-    shapes = (None, None, None, free, free, {1: Dim.DYNAMIC}, None, [None] * len(weights))
+    of_rows = None if spec.rows else free
+    pages = {1: Dim.DYNAMIC} if spec.rows else {0: Dim.DYNAMIC, 1: Dim.DYNAMIC}
+    shapes = (of_rows, of_rows, of_rows, free, free, pages, of_rows, [None] * len(weights))
     program = export(BlockStep(block), example, dynamic_shapes=shapes, strict=False)
     torch._inductor.aoti_compile_and_package(program, package_path=str(target), inductor_configs=OPTIONS)
 

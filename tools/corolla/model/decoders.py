@@ -1,5 +1,6 @@
 """Compiled decoders: one step of many rows, on the smallest compiled batch size that holds them."""
 
+import os
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +16,9 @@ from corolla.model.batch_sizes import size_for
 from corolla.model.block_range import BlockRange
 from corolla.model.graphs import GraphedChain
 from corolla.model.programs import BlockProgram, BlockPrograms
+
+ANY = 0
+"""Any number of rows; see ProgramSpec."""
 
 
 class ChainStep(Protocol):
@@ -32,15 +36,15 @@ class Decoders:
     """A chain compiled for each of `sizes`, descending. Used by one thread at a time.
 
     `rows` and `padding` count, per size, the rows that ran and those that were padded. Prompts of more rows than
-    the largest size run on `uncompiled`, which takes any number: they are bound by arithmetic, not by overhead.
+    the largest size run on `prompts`, which takes any number: they are bound by arithmetic, not by overhead.
     """
 
-    def __init__(self, chain: ChainStep, uncompiled: ChainStep, blocks: BlockRange, sizes: Sequence[int]) -> None:
+    def __init__(self, chain: ChainStep, prompts: ChainStep, blocks: BlockRange, sizes: Sequence[int]) -> None:
         self.sizes = tuple(sizes)
         self.rows: Counter[int] = Counter()
         self.padding: Counter[int] = Counter()
         self._chain = chain
-        self._uncompiled = uncompiled
+        self._prompts = prompts
         self._rotary = blocks.rotary
 
     @torch.inference_mode()
@@ -59,7 +63,7 @@ class Decoders:
         if len(hidden_states) <= self.sizes[0]:
             return self._step(hidden_states, rows)
         cosines, sines = self._rotary(rows.positions[:, None])
-        return self._uncompiled(hidden_states, cosines, sines, rows)
+        return self._prompts(hidden_states, cosines, sines, rows)
 
     def _step(self, hidden_states: torch.Tensor, rows: PagedRows) -> torch.Tensor:
         count = len(hidden_states)
@@ -76,10 +80,10 @@ class Decoders:
 
 
 class CompiledChain:
-    """On CPUs: programs of inductor, one per batch size, run block by block."""
+    """On CPUs: programs of inductor, one per batch size and one for any other number of rows, run block by block."""
 
     def __init__(self, parts: PreparedParts, blocks: BlockRange, arena: KVArena, sizes: Sequence[int]) -> None:
-        """Compiles what the disk cache does not hold yet, one size per thread, some 10 s each."""
+        """Compiles what the disk cache does not hold yet, one size per processor at a time, some 10 s each."""
         checkpoint = parts.checkpoint
         programs = BlockPrograms(checkpoint.path, checkpoint.config, arena.layout.page_size, parts.cache)
         self._caches = [paged_block(arena, index) for index in blocks.blocks]
@@ -89,14 +93,16 @@ class CompiledChain:
             layers = zip(blocks.layers, blocks.blocks, strict=True)
             return [programs.get(layer, index, size) for layer, index in layers]
 
-        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-            self._programs = dict(zip(sizes, pool.map(programs_of, sizes), strict=True))
+        kinds = [*sizes, ANY]
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+            self._programs = dict(zip(kinds, pool.map(programs_of, kinds), strict=True))
 
     def __call__(
         self, hidden_states: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, rows: PagedRows
     ) -> torch.Tensor:
         """See ChainStep."""
-        blocks = zip(self._programs[len(hidden_states)], self._caches, self._weights, strict=True)
+        programs = self._programs.get(len(hidden_states), self._programs[ANY])
+        blocks = zip(programs, self._caches, self._weights, strict=True)
         for program, cache, weights in blocks:
             inputs = [hidden_states, cosines, sines, cache.keys, cache.values, rows.pages, rows.positions, *weights]
             (hidden_states,) = program(inputs)
@@ -104,7 +110,7 @@ class CompiledChain:
 
 
 class EagerChain:
-    """The same step on the modules themselves, for any number of rows; graphs of a device are captured from it."""
+    """On other devices: the modules themselves, for any number of rows; graphs are captured from it."""
 
     def __init__(self, blocks: BlockRange, arena: KVArena) -> None:
         self._layers = blocks.layers
@@ -130,9 +136,11 @@ def open_decoders(parts: PreparedParts, blocks: BlockRange, arena: KVArena, size
     """The decoders of a process; None for no sizes, that is, with the eager decoder."""
     if not sizes:
         return None
+    if parts.packed:
+        compiled = CompiledChain(parts, blocks, arena, sizes)
+        return Decoders(compiled, compiled, blocks, sizes)
     eager = EagerChain(blocks, arena)
-    chain: ChainStep = CompiledChain(parts, blocks, arena, sizes) if parts.packed else GraphedChain(eager)
-    return Decoders(chain, eager, blocks, sizes)
+    return Decoders(GraphedChain(eager), eager, blocks, sizes)
 
 
 def paged_block(arena: KVArena, block: int) -> PagedBlock:

@@ -24,7 +24,7 @@ from corolla.kernels.build import compiler, load_kernels, machine_key
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 2
+FORMAT = 3
 
 
 class BlockProgram(Protocol):
@@ -35,7 +35,10 @@ class BlockProgram(Protocol):
 
 @dataclass(frozen=True)
 class ProgramSpec:
-    """What to compile: one block of a checkpoint in a dtype, for `rows` rows and pages of `page_size` positions."""
+    """What to compile: one block of a checkpoint in a dtype, for `rows` rows and pages of `page_size` positions.
+
+    0 `rows` are any number of them.
+    """
 
     checkpoint: str
     block: int
@@ -56,7 +59,7 @@ class BlockPrograms:
         self._loaded: dict[str, BlockProgram] = {}
 
     def get(self, block: nn.Module, index: int, rows: int) -> BlockProgram:
-        """The program for `rows` rows of block `index`, compiled if it is not in the disk cache yet.
+        """The program for `rows` rows (0: any number) of block `index`, compiled if it is not in the disk cache yet.
 
         EnvironmentProblemError when that fails, without a C++ compiler for example.
         """
@@ -84,7 +87,7 @@ def _compile(spec: ProgramSpec, target: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise EnvironmentProblemError(
-            f"the decoder for {spec.rows} rows cannot be compiled: {done.stderr[-3000:]}; try another compiler (CXX), "
-            "or write the repository with --decoder eager"
+            f"the decoder for {spec.rows or 'any number of'} rows cannot be compiled: {done.stderr[-3000:]}; try "
+            "another compiler (CXX), or write the repository with --decoder eager"
         )
-    logger.info("compiled the decoder for %d rows in %.0f s", spec.rows, time.monotonic() - began)
+    logger.info("compiled the decoder for %s rows in %.0f s", spec.rows or "any number of", time.monotonic() - began)
