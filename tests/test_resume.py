@@ -1,5 +1,6 @@
 """Going on with generations whose process died: a second engine on the same run directory."""
 
+import gc
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -34,6 +35,7 @@ def engine(grouped: Served) -> Iterator[GenerateEngine]:
     engine = grouped.server.engine()
     yield engine
     engine.stop()
+    gc.collect()  # engines that died in this process hold the pins of their sessions, which a dead process would not
 
 
 def request(served: Served, tokens: int = 6, **options) -> GenerationRequest:

@@ -98,4 +98,5 @@ class Preparer:
         while batch := self._queue.take(self._most_tokens):
             sequences = len(batch)
             self._channel.put(batch)
+            del batch  # nobody is to keep a sequence, which holds its session, while waiting for the next one
             self._queue.prepared(sequences)
