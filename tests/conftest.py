@@ -64,6 +64,7 @@ class Remote:
     """A running `corolla serve` for a checkpoint, and what transformers makes of it."""
 
     case: Case
+    checkpoint: Path
     server: RunningServer
     reference: Reference
 
@@ -89,7 +90,7 @@ def serve(case: Case, folder: Path, cache: Path, dtype: str, attn_cache_tokens: 
     plan = make_plan(checkpoint, case.ranges, dtype, **options)
     write_repository(plan, folder / "repository")
     with RunningServer(folder / "repository", env={"COROLLA_CACHE": str(cache)}) as server:
-        yield Remote(case, server, Reference(checkpoint, plan.dtype.torch))
+        yield Remote(case, checkpoint, server, Reference(checkpoint, plan.dtype.torch))
         assert server.stop() == 0
         assert "Exit timeout expired" not in server.log, "a model could not be unloaded"
 

@@ -4,6 +4,8 @@ Tolerances: float32 sums in another order differ by less than 1e-4 here; bfloat1
 from float32 sums, differ from PyTorch's by at most one step of bfloat16 (2^-7 of the value).
 """
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -108,9 +110,6 @@ def test_paged_attention_of_one_session_is_causal_attention() -> None:
 
 def test_the_portable_kernels_compute_the_same(suite_cache: Path) -> None:
     """In a process of its own: they take the place of the others."""
-    import subprocess
-    import sys
-
     portable = build.build(DiskCache(suite_cache, None), ("-DCOROLLA_PORTABLE",))
     code = (
         "import sys, torch; from pathlib import Path; from corolla.kernels import build, ops; "

@@ -21,6 +21,10 @@ class Run:
     failed: int = 0
     facts: dict[str, float] = field(default_factory=dict)
 
+    def reset(self) -> None:
+        """Begins anew, in place: other modules hold this run."""
+        vars(self).update(vars(Run()))
+
     def summary(self) -> dict[str, Any]:
         """Finished requests in numbers; times in milliseconds, None where there is nothing to tell.
 

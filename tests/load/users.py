@@ -118,7 +118,7 @@ def _refuse_workers(environment: Environment, **_: Any) -> None:
 @events.test_start.add_listener
 def _begin(**_: Any) -> None:
     global _users_done
-    run.__init__()  # type: ignore[misc]
+    run.reset()
     _users_done = 0
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 
 from corolla.checkpoint.folder import CheckpointFolder
-from corolla.kv.layout import KVLayout
 from corolla.kv.run_directory import ENVIRONMENT_VARIABLE, SHARED_MEMORY
 from corolla.kv.table import SessionTable
 from corolla.kv.token_log import TokenLog
@@ -49,8 +48,7 @@ def local_models(plan: RepositoryPlan, table_type: type[SessionTable] = SessionT
 
 def _open(plan: RepositoryPlan, folder: Path, table_type: type[SessionTable]) -> LocalModels:
     host = Host(_served_chain(plan))
-    layout = KVLayout.of(plan.config, plan.dtype.name, plan.cache_tokens, plan.page_size)
-    table = table_type(folder, layout, plan.config.max_position_embeddings)
+    table = table_type(folder, host.layout, plan.config.max_position_embeddings)
     return LocalModels(
         checkpoint=host.checkpoint,
         embedding=Embedding(host.parts),

@@ -3,8 +3,8 @@
 import os
 
 SETTINGS = {"OMP_WAIT_POLICY": "ACTIVE", "GOMP_SPINCOUNT": "20000"}
-"""Best for transformers beside a server that is idle: its threads spin until the next kernel, half a millisecond at
-most. With threads that sleep at once it is a third slower, with threads that spin for ever it starves the server."""
+"""Fair to transformers beside a server that is idle: its threads spin on to the next kernel, and sleep soon after the
+last one. Threads that sleep at once would be woken for every kernel; threads that spin for ever starve the server."""
 
 
 def load_torch() -> None:

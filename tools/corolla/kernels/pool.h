@@ -1,7 +1,7 @@
 // Threads for the kernels of a step.
 //
 // Unlike those of OpenMP, they need not all take part: whoever is running takes the next piece of work, and a thread
-// that the system has put aside for another process holds up nobody. A step has some forty parallel sections, so with
+// that the system has put aside for another process holds up nobody. A step has dozens of parallel sections, so with
 // OpenMP two busy processes on the same cores wait for each other's time slices in every one of them.
 
 #pragma once

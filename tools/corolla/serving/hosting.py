@@ -1,5 +1,6 @@
 """What every served model opens when it is loaded: the checkpoint's parts, the session table."""
 
+import logging
 import os
 
 import torch
@@ -19,6 +20,8 @@ class Host:
     """Opens what the models of one process need, from the model's parameters."""
 
     def __init__(self, model: ServedModel) -> None:
+        logging.basicConfig(format="corolla: %(message)s")
+        logging.getLogger("corolla").setLevel(logging.INFO)
         torch.set_num_threads(model.threads or len(os.sched_getaffinity(0)))
         self.model = model
         self.checkpoint = CheckpointFolder(model.checkpoint)

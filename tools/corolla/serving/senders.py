@@ -16,8 +16,8 @@ logger = logging.getLogger(__name__)
 
 SENDER_THREADS = 4
 RESPONSES_PER_SECOND = 250
-"""What all streams together may send. A response costs half a millisecond of processor time in this process,
-tritonserver and a client beside them; without a limit, 16 streams would take a third of a machine with two cores."""
+"""What all streams together may send. Each response costs processor time in this process, in tritonserver and in a
+client beside them, which is taken from the step: with more streams, tokens go out together."""
 
 
 class SenderThreads:
