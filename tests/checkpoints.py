@@ -1,4 +1,4 @@
-"""Small random Llama checkpoints, each with something that a server could get wrong."""
+"""Small random checkpoints, each with something that a server could get wrong."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, PreTrainedTokenizerFast
+from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerFast
 
 from corolla.checkpoint.synthetic import make_checkpoint
 from corolla.dtypes import dtype_named
@@ -20,7 +20,7 @@ FRAGMENTS = range(100, 194)
 
 @dataclass(frozen=True)
 class Case:
-    """A checkpoint and the ranges it is served in."""
+    """A checkpoint and the ranges it is served in. `prefix` is taken off the names of its tensors."""
 
     name: str
     ranges: tuple[range, ...]
@@ -28,12 +28,14 @@ class Case:
     max_shard_size: str = "1GB"
     seed: int = 0
     fragments: bool = field(default=False)
+    model_type: str = "llama"
+    prefix: str = ""
 
     @property
     def blocks(self) -> int:
         return self.ranges[-1].stop
 
-    def llama_config(self) -> LlamaConfig:
+    def model_config(self) -> PretrainedConfig:
         common = {
             "vocab_size": 301,
             "num_hidden_layers": self.blocks,
@@ -42,14 +44,18 @@ class Case:
             "initializer_range": 0.12,
             "tie_word_embeddings": False,
         }
-        return LlamaConfig(**(common | self.config))
+        return AutoConfig.for_model(self.model_type, **(common | self.config))
 
     def write(self, folder: Path) -> None:
-        """Writes the checkpoint; its tokenizer takes texts such as "t5 t17", the names of token ids."""
-        config = self.llama_config()
+        """Writes the checkpoint; its tokenizer takes texts such as "t5 t17", the names of token ids.
+
+        Qwen2's takes bytes: whatever a checkpoint says, transformers splits its texts by the rules of the family.
+        """
+        config = self.model_config()
         make_checkpoint(config, dtype_named("float32"), self.seed, folder, self.max_shard_size)
-        _vary_vectors(folder, self.seed)
-        word_tokenizer(config.vocab_size, fragments=self.fragments).save_pretrained(folder)
+        _edit_tensors(folder, self.seed, self.prefix)
+        if self.model_type != "qwen2":
+            word_tokenizer(config.vocab_size, fragments=self.fragments).save_pretrained(folder)
 
 
 GROUPED = Case(
@@ -111,6 +117,132 @@ CASES = (
     ),
 )  # fmt: skip
 
+MIXTRAL = Case(
+    name="mixtral",
+    ranges=(range(0, 1), range(1, 2)),
+    config={
+        "hidden_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 72,
+        "num_local_experts": 5, "num_experts_per_tok": 2,
+    },
+    model_type="mixtral",
+    seed=7,
+)  # fmt: skip
+BLOOM = Case(
+    name="bloom",
+    ranges=(range(0, 1), range(1, 2)),
+    config={
+        "hidden_size": 96, "num_attention_heads": 6, "tie_word_embeddings": True,
+        "max_position_embeddings": None, "seq_length": 512,
+    },
+    model_type="bloom",
+    prefix="transformer.",
+    seed=8,
+)  # fmt: skip
+FALCON_ALIBI = Case(
+    name="falcon-sequential-alibi",
+    ranges=(range(0, 1), range(1, 2)),
+    config={
+        "hidden_size": 96, "num_attention_heads": 6, "tie_word_embeddings": True,
+        "alibi": True, "multi_query": False, "parallel_attn": False, "bias": True,
+    },
+    model_type="falcon",
+    seed=9,
+)  # fmt: skip
+FALCON_GROUPED = Case(
+    name="falcon-grouped",
+    ranges=(range(0, 1), range(1, 2)),
+    config={
+        "hidden_size": 96, "num_attention_heads": 6, "num_kv_heads": 2, "tie_word_embeddings": True,
+        "new_decoder_architecture": True,
+    },
+    model_type="falcon",
+    seed=10,
+)  # fmt: skip
+QWEN2_MIXED = Case(
+    name="qwen2-window-in-one-block",
+    ranges=(range(0, 1), range(1, 2)),
+    config={
+        "hidden_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "use_sliding_window": True, "sliding_window": 37, "max_window_layers": 1,
+    },
+    model_type="qwen2",
+    seed=11,
+)  # fmt: skip
+
+MIXTRAL_WINDOW = Case(
+    name="mixtral-window",
+    ranges=(range(0, 1), range(1, 2)),
+    config={
+        "hidden_size": 96, "num_attention_heads": 4, "num_key_value_heads": 1, "intermediate_size": 72,
+        "num_local_experts": 4, "num_experts_per_tok": 3, "sliding_window": 60,
+    },
+    model_type="mixtral",
+    seed=16,
+)  # fmt: skip
+
+FAMILIES = (
+    MIXTRAL,
+    BLOOM,
+    FALCON_ALIBI,
+    FALCON_GROUPED,
+    QWEN2_MIXED,
+    MIXTRAL_WINDOW,
+    Case(
+        name="falcon-multi-query",
+        ranges=(range(0, 1), range(1, 2)),
+        config={"hidden_size": 96, "num_attention_heads": 6, "tie_word_embeddings": True},
+        model_type="falcon",
+        seed=12,
+    ),
+    Case(
+        name="falcon-grouped-one-norm",
+        ranges=(range(0, 1), range(1, 2)),
+        config={
+            "hidden_size": 96, "num_attention_heads": 6, "num_kv_heads": 3, "tie_word_embeddings": True,
+            "new_decoder_architecture": True, "num_ln_in_parallel_attn": 1,
+        },
+        model_type="falcon",
+        seed=13,
+    ),
+    Case(
+        name="falcon-multi-query-alibi",
+        ranges=(range(0, 1), range(1, 2)),
+        config={"hidden_size": 96, "num_attention_heads": 4, "tie_word_embeddings": True, "alibi": True},
+        model_type="falcon",
+        seed=14,
+    ),
+    Case(
+        name="mistral-window-yarn",
+        ranges=(range(0, 1), range(1, 2)),
+        config={
+            "hidden_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 50,
+            "rope_parameters": {
+                "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128,
+            },
+        },
+        model_type="mistral",
+        seed=15,
+    ),
+    Case(
+        name="qwen3",
+        ranges=(range(0, 1), range(1, 2)),
+        config={"hidden_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32},
+        model_type="qwen3",
+        seed=17,
+    ),
+    Case(
+        name="gemma",
+        ranges=(range(0, 1), range(1, 2)),
+        config={
+            "hidden_size": 96, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 32,
+            "tie_word_embeddings": True,
+        },
+        model_type="gemma",
+        seed=18,
+    ),
+)  # fmt: skip
+"""Each family, and each form of it that computes something else; blocks are ranges of their own."""
+
 SERVED = Case(
     name="served",
     ranges=(range(0, 2), range(2, 3), range(3, 5)),
@@ -169,13 +301,14 @@ def _byte_level(character: bytes) -> str:
     return written
 
 
-def _vary_vectors(folder: Path, seed: int) -> None:
-    """Gives norms and biases, which `make_checkpoint` sets to 1, values that can be told apart."""
+def _edit_tensors(folder: Path, seed: int, prefix: str) -> None:
+    """Gives norms and biases, which `make_checkpoint` sets to 1, values that can be told apart; takes off `prefix`."""
     generator = torch.Generator().manual_seed(seed)
     for file in sorted(folder.glob("*.safetensors")):
         tensors = load_file(file)
         for name, tensor in sorted(tensors.items()):
             if tensor.ndim == 1:
                 noise = 0.1 * torch.randn(tensor.shape, generator=generator)
-                tensors[name] = 1 + noise if name.endswith("norm.weight") else noise
+                tensors[name] = noise if name.endswith("bias") else 1 + noise
+        tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
         save_file(tensors, file, metadata={"format": "pt"})

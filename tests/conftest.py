@@ -82,12 +82,12 @@ class Remote:
 
 
 @contextmanager
-def serve(case: Case, folder: Path, cache: Path, dtype: str, attn_cache_tokens: int) -> Iterator[Remote]:
-    """Starts a server in `folder`, with decoders compiled for 8, 4 and 1 rows."""
+def serve(case: Case, folder: Path, cache: Path, dtype: str, attn_cache_tokens: int, **more: Any) -> Iterator[Remote]:
+    """Starts a server in `folder`, with decoders compiled for 8, 4 and 1 rows unless `more` options say otherwise."""
     checkpoint = folder / "checkpoint"
     case.write(checkpoint)
     options = {"decoder": "compiled", "max_batch_size": 8, "attn_cache_tokens": attn_cache_tokens}
-    plan = make_plan(checkpoint, case.ranges, dtype, **options)
+    plan = make_plan(checkpoint, case.ranges, dtype, **(options | more))
     write_repository(plan, folder / "repository")
     with RunningServer(folder / "repository", env={"COROLLA_CACHE": str(cache)}) as server:
         yield Remote(case, checkpoint, server, Reference(checkpoint, plan.dtype.torch))

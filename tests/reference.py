@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
 class Reference:
@@ -13,7 +13,7 @@ class Reference:
 
     def __init__(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
-        self.model = LlamaForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
         self._generated: dict[str, list[int]] = {}
 
     @torch.inference_mode()

@@ -74,17 +74,17 @@ def test_another_layout_in_the_same_directory_is_refused(tmp_path: Path) -> None
 
 @pytest.mark.parametrize(("tokens", "pages"), [(1, 1), (16, 1), (17, 2), (2048, 128)])
 def test_cache_is_rounded_up_to_whole_pages(tokens: int, pages: int) -> None:
-    layout = KVLayout.of(CASES[0].llama_config(), "float32", tokens, page_size=16)
+    layout = KVLayout.of(CASES[0].model_config(), "float32", tokens, page_size=16)
     assert (layout.pages, layout.slots) == (pages, 16 * pages)
 
 
 def test_layouts_follow_heads_and_dtype_of_the_checkpoint() -> None:
-    layouts = [KVLayout.of(case.llama_config(), "bfloat16", 64, page_size=16) for case in CASES]
+    layouts = [KVLayout.of(case.model_config(), "bfloat16", 64, page_size=16) for case in CASES]
     assert [(layout.kv_heads, layout.head_dim) for layout in layouts] == [(2, 16), (1, 24), (5, 24), (3, 24), (2, 24)]
     assert layouts[0].bytes_per_block == 2 * 64 * 2 * 16 * 2
     assert layouts[0].torch_dtype == torch.bfloat16
 
 
 def test_default_cache_is_larger_where_heads_share_keys() -> None:
-    budgets = [default_attn_cache_tokens(case.llama_config()) for case in CASES]
+    budgets = [default_attn_cache_tokens(case.model_config()) for case in CASES]
     assert budgets == [16384, 16384, 4096, 16384, 16384]

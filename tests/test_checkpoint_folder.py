@@ -123,7 +123,8 @@ def test_tensor_that_the_index_places_in_the_wrong_file_is_an_error(checkpoint: 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "mistral"}, "model_type 'mistral' is not supported; supported: llama"),
+        ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported; "
+                                 "supported: bloom, falcon, gemma, llama, mistral, mixtral, qwen2, qwen3"),
         ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8,
                               "long_factor": [1.0] * 8, "original_max_position_embeddings": 128}},
          "rope type 'longrope' is not supported; supported: default, linear, dynamic, yarn, llama3"),

@@ -96,7 +96,7 @@ def test_echo_puts_the_text_as_it_was_given_in_front(grouped: Served, engine: Ge
 
 
 def test_max_tokens_defaults_to_sixteen_or_the_rest_of_the_context(engine: GenerateEngine) -> None:
-    context = GROUPED.llama_config().max_position_embeddings
+    context = GROUPED.model_config().max_position_embeddings
     short, long = random_prompt(3, seed=3), random_prompt(context - 5, seed=5)
     for prompt, expected in ((short, 16), (long, 5)):
         output = start(engine, prompt, max_tokens=None)

@@ -14,7 +14,7 @@ ABSOLUTE = 1e-4
 
 
 def some_ids(served: Served, batch: int, length: int) -> torch.Tensor:
-    vocabulary = served.case.llama_config().vocab_size
+    vocabulary = served.case.model_config().vocab_size
     return torch.randint(vocabulary, (batch, length), generator=torch.Generator().manual_seed(length))
 
 
@@ -37,7 +37,7 @@ def test_chain_gives_what_the_ranges_give(served: Served) -> None:
 
 
 def test_whole_context_can_be_used_and_not_one_position_more(served: Served) -> None:
-    server, context = served.server, served.case.llama_config().max_position_embeddings
+    server, context = served.server, served.case.model_config().max_position_embeddings
     input_ids = some_ids(served, 1, context)
     logits = server.head(server.run_chain(server.embedding(input_ids)))
     torch.testing.assert_close(logits, served.reference.logits(input_ids), rtol=0, atol=ABSOLUTE)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from corolla.errors import EnvironmentProblemError
 from corolla.kernels import build
 from corolla.kernels.ops import paged_attention
 from corolla.kernels.packing import pack, unpack
+from corolla.model.alibi import alibi_slopes
 
 DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCE = {torch.float32: {"rtol": 0, "atol": 1e-4}, torch.bfloat16: {"rtol": 2**-7, "atol": 1e-2}}
@@ -71,10 +73,12 @@ class Cache:
         self.keys = random(12, 4, kv_heads, head_dim, dtype=dtype, seed=3)
         self.values = random(12, 4, kv_heads, head_dim, dtype=dtype, seed=4)
 
-    def attend(self, function: Callable[..., torch.Tensor], *rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def attend(
+        self, function: Callable[..., torch.Tensor], *rows: torch.Tensor, **options: Any
+    ) -> tuple[torch.Tensor, ...]:
         keys, values = self.keys.clone(), self.values.clone()
         query, key, value, pages, positions = rows
-        return function(query, key, value, keys, values, pages, positions, 0.3), keys, values
+        return function(query, key, value, keys, values, pages, positions, 0.3, **options), keys, values
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -95,6 +99,42 @@ def test_paged_attention_equals_the_form_in_pytorch(
     assert torch.equal(values, expected_values)
     torch.testing.assert_close(result, expected, **TOLERANCE[dtype])
     assert not result[4].any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [0, 1, 4, 7, 100])
+@pytest.mark.parametrize("slopes", [None, torch.float32, torch.bfloat16])
+def test_windows_and_linear_biases_equal_the_form_in_pytorch(
+    window: int, slopes: torch.dtype | None, dtype: torch.dtype
+) -> None:
+    cache = Cache(3, 24, dtype)
+    pages = torch.tensor([[3, 1, 0], [5, 6, 7], [5, 6, 7], [9, 0, 0], [0, 0, 0]], dtype=torch.int32)
+    rows = (
+        random(5, 6, 24, dtype=dtype), random(5, 3, 24, dtype=dtype, seed=1), random(5, 3, 24, dtype=dtype, seed=2),
+        pages, torch.tensor([6, 10, 11, 0, -1]),
+    )  # fmt: skip
+    options = {"window": window, "slopes": slopes and alibi_slopes(6, torch.device("cpu")).to(slopes)}
+    result, *_ = cache.attend(torch.ops.corolla.paged_attention, *rows, **options)
+    expected, *_ = cache.attend(paged_attention, *rows, **options)
+    torch.testing.assert_close(result, expected, **TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "outputs", "inputs"), [(1, 64, 32), (9, 33, 7), (40, 150, 121), (0, 32, 8)])
+def test_expert_linear_equals_the_linear_layer_of_each_rows_expert(
+    rows: int, outputs: int, inputs: int, dtype: torch.dtype
+) -> None:
+    x, weight = random(rows, inputs, dtype=dtype), random(5, outputs, inputs, dtype=dtype, seed=1)
+    experts = torch.randint(4, (rows,), generator=torch.Generator().manual_seed(2))  # nobody chose the last one
+    result = torch.ops.corolla.expert_linear(x, pack(weight), experts, outputs)
+    expected = torch.einsum("ni,noi->no", x.float(), weight[experts].float()).to(dtype)
+    torch.testing.assert_close(result, expected, **TOLERANCE[dtype])
+
+
+def test_expert_linear_refuses_experts_that_do_not_exist() -> None:
+    for expert in (-1, 2):
+        with pytest.raises(RuntimeError, match=r"expert_linear: weight of shape .* does not fit"):
+            torch.ops.corolla.expert_linear(torch.zeros(1, 7), pack(torch.zeros(2, 9, 7)), torch.tensor([expert]), 9)
 
 
 def test_paged_attention_of_one_session_is_causal_attention() -> None:

@@ -96,14 +96,14 @@ def test_pages_that_rows_have_in_common_are_not_copied_again(grouped: Served, be
 
 
 def test_sources_outside_the_request_are_refused(grouped: Served, beams: Beams) -> None:
-    hidden = torch.zeros(3, 1, grouped.case.llama_config().hidden_size)
+    hidden = torch.zeros(3, 1, grouped.case.model_config().hidden_size)
     with pytest.raises(InvalidValueError, match="hypo_ids: 3 is not allowed; allowed: 0 to 2"):
         grouped.server.run_chain(hidden, beams.ids, [24, 24, 24], [0, 1, 3])
 
 
 def test_start_beyond_what_the_source_has_is_refused(grouped: Served, beams: Beams) -> None:
     short = grouped.server.open(64)
-    hidden = torch.zeros(2, 1, grouped.case.llama_config().hidden_size)
+    hidden = torch.zeros(2, 1, grouped.case.model_config().hidden_size)
     with pytest.raises(PositionError, match="start_position: 24 is not allowed; allowed: 0 to 0"):
         grouped.server.run_chain(hidden, [beams.ids[0], short], [24, 24], [1, 0])
     grouped.server.table.close(short)

@@ -44,7 +44,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def plan() -> RepositoryPlan:
-    return RepositoryPlan(Path("/checkpoint"), GROUPED.llama_config(), dtype_named("float32"), RANGES)
+    return RepositoryPlan(Path("/checkpoint"), GROUPED.model_config(), dtype_named("float32"), RANGES)
 
 
 def test_repository_has_every_model_with_a_config_and_a_version(plan: RepositoryPlan) -> None:
@@ -195,7 +195,7 @@ def test_dtype_auto_keeps_half_precision_and_turns_float32_into_bfloat16(tmp_pat
         ("float32", "cpu", "bfloat16"),
     ):  # fmt: skip
         checkpoint, out = tmp_path / f"{stored}-{device}", tmp_path / f"{stored}-{device}-out"
-        make_checkpoint(GROUPED.llama_config(), dtype_named(stored), 0, checkpoint)
+        make_checkpoint(GROUPED.model_config(), dtype_named(stored), 0, checkpoint)
         init(checkpoint, "--out", out, "--device", device)
         assert read_models(out)["chain"].parameters["dtype"].string_value == served
 

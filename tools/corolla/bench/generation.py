@@ -14,6 +14,7 @@ from corolla.bench.reference import TransformersPeer
 from corolla.bench.serving import BenchServer
 from corolla.bench.streams import run_streams
 from corolla.bench.timing import RunResult, median_result
+from corolla.model.shape import ModelShape
 
 PROMPT_TOKENS = 16
 LONG_PROMPT_TOKENS = 512
@@ -62,7 +63,7 @@ def compare_generation(
     """Runs both sides in turn, `rounds` times after one to warm up, and takes medians."""
     peer = TransformersPeer(checkpoint, server.plan.dtype.torch, threads)
     prompts = make_prompts(peer.tokenizer, max(sessions), PROMPT_TOKENS)
-    long_tokens = min(LONG_PROMPT_TOKENS, server.plan.config.max_position_embeddings // 2)
+    long_tokens = min(LONG_PROMPT_TOKENS, ModelShape.of(server.plan.config).context_length // 2)
     long_prompts = make_prompts(peer.tokenizer, rounds + 1, long_tokens, seed=1)
     results: dict[int, list[tuple[RunResult, RunResult]]] = {count: [] for count in sessions}
     prefills = []

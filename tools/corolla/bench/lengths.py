@@ -9,6 +9,7 @@ from tqdm import tqdm
 
 from corolla.bench.serving import BenchServer
 from corolla.bench.stepping import SteppedSession, random_states
+from corolla.model.shape import ModelShape
 
 MERGED, UNMERGED = "chain", "ranges"
 
@@ -32,7 +33,7 @@ class Effort:
 
 def measure_lengths(server: BenchServer, most: int, effort: Effort) -> list[StepTimes]:
     """Lengths 1, 2, 4, ... up to `most` and the context. Each step starts at position 0 again."""
-    lengths = powers_of_two(min(most, server.plan.config.max_position_embeddings))
+    lengths = powers_of_two(min(most, ModelShape.of(server.plan.config).context_length))
     with SteppedSession(server.grpc, server.plan, lengths[-1]) as session:
         return [_measure(session, server, positions, effort) for positions in tqdm(lengths, desc="lengths", unit="T")]
 

@@ -16,6 +16,7 @@ from corolla.kv.table import SessionTable
 from corolla.kv.token_log import TokenLog
 from corolla.model.batch_sizes import COMPILED
 from corolla.model.ends import Embedding, Head
+from corolla.model.shape import ModelShape
 from corolla.repository.plan import RepositoryPlan
 from corolla.serving.blocks import BlocksService
 from corolla.serving.hosted_blocks import HostedBlocks
@@ -48,7 +49,7 @@ def local_models(plan: RepositoryPlan, table_type: type[SessionTable] = SessionT
 
 def _open(plan: RepositoryPlan, folder: Path, table_type: type[SessionTable]) -> LocalModels:
     host = Host(_served_chain(plan))
-    table = table_type(folder, host.layout, plan.config.max_position_embeddings)
+    table = table_type(folder, host.layout, ModelShape.of(plan.config).context_length)
     return LocalModels(
         checkpoint=host.checkpoint,
         embedding=Embedding(host.parts),

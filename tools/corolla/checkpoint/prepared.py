@@ -8,9 +8,9 @@ import torch
 from corolla.checkpoint.disk_cache import DiskCache
 from corolla.checkpoint.folder import CheckpointFolder
 from corolla.errors import CheckpointError
-from corolla.kernels.packing import linear_names, pack
+from corolla.kernels.packing import pack, packed_weights
 from corolla.kv.device_exports import DeviceExports
-from corolla.model.family import Family, family_of
+from corolla.model.family import Family, Tensors, family_of
 
 FORMAT = 2
 CPU = torch.device("cpu")
@@ -43,7 +43,7 @@ class PreparedParts:
         """Another number than before means that device memory was lost, and parts have to be loaded again."""
         return 0 if self.exports is None else self.exports.generation
 
-    def load(self, part: str) -> dict[str, torch.Tensor]:
+    def load(self, part: str) -> Tensors:
         """The tensors of a part by their names inside their module, in `dtype`.
 
         They are mapped read-only; with `exports`, the first process copies them to `device` and the others open
@@ -53,43 +53,54 @@ class PreparedParts:
             return self._load_mapped(part)
         return self.exports.get(part, lambda: {n: t.to(self.device) for n, t in self._load_mapped(part).items()})
 
-    def _load_mapped(self, part: str) -> dict[str, torch.Tensor]:
+    def _load_mapped(self, part: str) -> Tensors:
         return self.cache.get(self._name(part), lambda: self._prepare(part))
 
     def _name(self, part: str) -> str:
         kind = f"{FORMAT}:{self.checkpoint.fingerprint()}:{self.dtype}:{'packed' if self.packed else 'plain'}"
         return f"{hashlib.sha256(kind.encode()).hexdigest()[:16]}/{part}"
 
-    def _prepare(self, part: str) -> dict[str, torch.Tensor]:
+    def _prepare(self, part: str) -> Tensors:
         tensors = {name: tensor.to(self.dtype).contiguous() for name, tensor in self._read(part).items()}
-        return {name: pack(t) if name in self._linear_weights(part) else t for name, t in tensors.items()}
+        packed = self._packed_weights(part)
+        return {name: pack(tensor) if name in packed else tensor for name, tensor in tensors.items()}
 
-    def _linear_weights(self, part: str) -> set[str]:
-        """The names of the weights that are packed."""
+    def _packed_weights(self, part: str) -> set[str]:
         if not self.packed or part == EMBEDDING:
             return set()
         if part == HEAD:
             return {"projection.weight"}
         with torch.device("meta"):
-            block = family_of(self.checkpoint.config).block(self.checkpoint.config, 0)
-        return {f"{name}.weight" for name in linear_names(block)}
+            return packed_weights(family_of(self.checkpoint.config).block(self.checkpoint.config, 0))
 
-    def _read(self, part: str) -> dict[str, torch.Tensor]:
+    def _read(self, part: str) -> Tensors:
         family = family_of(self.checkpoint.config)
         if part == EMBEDDING:
-            return self._read_prefix(family.embedding_prefix)
+            return self._read_embedding(family)
         if part == HEAD:
             return self._read_head(family)
-        return self._read_prefix(family.block_prefix.format(int(part.removeprefix("block_"))))
+        tensors = self._read_prefix(family, family.block_prefix.format(int(part.removeprefix("block_"))))
+        computed = [name for name in tensors if name.endswith("rotary_emb.inv_freq")]  # stored by old checkpoints
+        return family.block_tensors({name: tensor for name, tensor in tensors.items() if name not in computed})
 
-    def _read_head(self, family: Family) -> dict[str, torch.Tensor]:
+    def _read_embedding(self, family: Family) -> Tensors:
+        embedding = self._read_prefix(family, family.embedding_prefix)
+        if family.embedding_norm is None:
+            return embedding
+        norm = self._read_prefix(family, family.embedding_norm_prefix)
+        return embedding | {f"norm.{name}": tensor for name, tensor in norm.items()}
+
+    def _read_head(self, family: Family) -> Tensors:
         tied = self.checkpoint.config.tie_word_embeddings
-        projection = self._read_prefix(family.embedding_prefix if tied else family.head_prefix)
-        norm = self._read_prefix(family.norm_prefix)
+        projection = self._read_prefix(family, family.embedding_prefix if tied else family.head_prefix)
+        norm = self._read_prefix(family, family.norm_prefix)
         return {f"norm.{n}": t for n, t in norm.items()} | {f"projection.{n}": t for n, t in projection.items()}
 
-    def _read_prefix(self, prefix: str) -> dict[str, torch.Tensor]:
-        names = self.checkpoint.names(prefix)
-        if not names:
-            raise CheckpointError(f"{self.checkpoint.path}: the checkpoint holds no tensors {prefix}*")
-        return {name.removeprefix(prefix): tensor for name, tensor in self.checkpoint.read(names).items()}
+    def _read_prefix(self, family: Family, prefix: str) -> Tensors:
+        """Tensors that start with `prefix`, by the rest of their names; with the family's base prefix or without."""
+        based = f"{family.base_prefix}{prefix}"
+        for whole in (based, prefix):
+            if names := self.checkpoint.names(whole):
+                return {name.removeprefix(whole): tensor for name, tensor in self.checkpoint.read(names).items()}
+        missing = prefix if prefix == family.head_prefix else based
+        raise CheckpointError(f"{self.checkpoint.path}: the checkpoint holds no tensors {missing}*")

@@ -1,4 +1,4 @@
-"""Llama checkpoints with seeded random weights and a byte-level tokenizer, for benchmarks and tests."""
+"""Checkpoints of any family with seeded random weights and a byte-level tokenizer, for benchmarks and tests."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
 from tqdm import tqdm
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedTokenizerFast
 
 from corolla.dtypes import DType
 
@@ -24,16 +24,16 @@ SHAPES = {
 }  # fmt: skip
 
 
-def make_checkpoint(config: LlamaConfig, dtype: DType, seed: int, out: Path, max_shard_size: str = "1GB") -> None:
+def make_checkpoint(config: PretrainedConfig, dtype: DType, seed: int, out: Path, max_shard_size: str = "1GB") -> None:
     """Writes weights, config and tokenizer to `out` in Hugging Face format, with a progress bar.
 
-    Matrices are normal with standard deviation `config.initializer_range`, norms are 1: as transformers
+    Matrices are normal with standard deviation `config.initializer_range`, vectors are 1: much as transformers
     initialises the model, but from a generator of its own, so that the same seed gives the same file.
     """
     config.dtype = dtype.torch
     config.eos_token_id, config.bos_token_id = 256, None
     with torch.device("meta"):
-        model = LlamaForCausalLM(config).to(dtype.torch)
+        model = AutoModelForCausalLM.from_config(config).to(dtype.torch)
     generator = torch.Generator().manual_seed(seed)
     weights = {
         name: _random_tensor(parameter, config, dtype, generator)
@@ -56,7 +56,7 @@ def byte_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
 
 
 def _random_tensor(
-    parameter: nn.Parameter, config: LlamaConfig, dtype: DType, generator: torch.Generator
+    parameter: nn.Parameter, config: PretrainedConfig, dtype: DType, generator: torch.Generator
 ) -> torch.Tensor:
     if parameter.ndim == 1:
         return torch.ones(parameter.shape, dtype=dtype.torch)

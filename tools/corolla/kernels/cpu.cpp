@@ -1,4 +1,5 @@
-// The CPU kernels of the compiled decoder: a linear layer on packed weights, and attention on the paged KV cache.
+// The CPU kernels of the compiled decoder: linear layers on packed weights, one or one per expert, and attention on the
+// paged KV cache.
 //
 // Both stream memory that is read once a step, weights and keys, at the speed of the memory; see packing.py for the
 // layout of packed weights. Built by build.py for the machine that runs it.
@@ -178,6 +179,35 @@ at::Tensor packed_linear(const at::Tensor& x, const at::Tensor& weight, const st
   return y;
 }
 
+// Row i through the linear layer of experts[i], whose packed weight is weight[experts[i]].
+at::Tensor expert_linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& experts,
+                         int64_t out_features) {
+  const at::Tensor order = experts.argsort(), in = x.index_select(0, order), expert = experts.index_select(0, order);
+  const int64_t rows = in.size(0), inputs = in.size(1), tiles = weight.size(1), tile_size = weight.size(2) * TILE * weight.size(4);
+  at::Tensor y = at::empty({rows, out_features}, in.options());
+  const int64_t* ids = expert.const_data_ptr<int64_t>();
+  std::vector<int64_t> starts;  // of the rows of one expert
+  for (int64_t row = 0; row < rows; ++row)
+    if (!row || ids[row] != ids[row - 1]) starts.push_back(row);
+  const int64_t used = starts.size();
+  starts.push_back(rows);
+  for_dtype(in, "expert_linear", [&](auto zero) {
+    using T = decltype(zero);
+    TORCH_CHECK(weight.is_contiguous() && weight.dim() == 5 && weight.size(3) == TILE && weight.size(4) == group<T> &&
+                    tiles * TILE >= out_features && weight.size(2) * group<T> >= inputs &&
+                    (!rows || (ids[0] >= 0 && ids[rows - 1] < weight.size(0))),
+                "expert_linear: weight of shape ", weight.sizes(), " does not fit ", in.sizes());
+    const T *xs = in.const_data_ptr<T>(), *w = weight.const_data_ptr<T>();
+    T* out = y.mutable_data_ptr<T>();
+    corolla::Pool::instance().run(kernel_threads(), used * tiles, [&](int64_t task) {
+      const int64_t part = task / tiles, t = task % tiles, row = starts[part], first = t * TILE;
+      tile_all<T>(starts[part + 1] - row, xs + row * inputs, inputs, w + (ids[row] * tiles + t) * tile_size, nullptr,
+                  std::min(TILE, out_features - first), out + row * out_features + first, out_features);
+    });
+  });
+  return at::empty_like(y).index_copy_(0, order, y);
+}
+
 // The pages of one row: position -> keys or values of one head.
 template <typename T>
 struct Pages {
@@ -190,11 +220,23 @@ struct Pages {
   }
 };
 
-// One key-value head of one row, with all query heads that share it. DIM is the head dimension, 0 for any.
+// The linear biases of the query heads that share a key-value head; no slopes, no biases.
+struct Biases {
+  const float* slopes;
+  bool rounded;  // slopes and positions are bfloat16
+  float at(int64_t query, int64_t position) const {
+    if (!slopes) return 0.0f;
+    if (!rounded) return slopes[query] * static_cast<float>(position);
+    return at::BFloat16(slopes[query] * static_cast<float>(at::BFloat16(static_cast<float>(position))));
+  }
+};
+
+// One key-value head of one row, with all query heads that share it, at the positions from `first` up to `end`. DIM is
+// the head dimension, 0 for any.
 template <typename T, int64_t DIM>
-void attend(const T* query, const Pages<T>& keys, const Pages<T>& values, int64_t head, int64_t length,
-            int64_t queries, float scale, T* out) {
-  const int64_t dim = DIM ? DIM : keys.head_dim;
+void attend(const T* query, const Pages<T>& keys, const Pages<T>& values, int64_t head, int64_t first, int64_t end,
+            int64_t queries, float scale, const Biases& biases, T* out) {
+  const int64_t dim = DIM ? DIM : keys.head_dim, length = end - first;
   thread_local std::vector<float> scores, scaled, sums, row;
   scores.resize(queries * length), scaled.resize(queries * dim), row.resize(dim);
   sums.assign(queries * dim, 0.0f);
@@ -204,9 +246,9 @@ void attend(const T* query, const Pages<T>& keys, const Pages<T>& values, int64_
     for (int64_t d = 0; d < dim; d += 64 / sizeof(T)) __builtin_prefetch(address + d);
   };
   for (int64_t p = 0; p < length; ++p) {
-    const T* key = keys.at(p, head);
-    if (p + SOON < length) fetch(keys.at(p + SOON, head));
-    fetch(values.at(p, head));
+    const T* key = keys.at(first + p, head);
+    if (p + SOON < length) fetch(keys.at(first + p + SOON, head));
+    fetch(values.at(first + p, head));
 #pragma omp simd
     for (int64_t d = 0; d < dim; ++d) wide[d] = static_cast<float>(key[d]);
     for (int64_t q = 0; q < queries; ++q) {
@@ -214,7 +256,7 @@ void attend(const T* query, const Pages<T>& keys, const Pages<T>& values, int64_
       float score = 0.0f;
 #pragma omp simd reduction(+ : score)
       for (int64_t d = 0; d < dim; ++d) score += one[d] * wide[d];
-      scores[q * length + p] = score;
+      scores[q * length + p] = score + scale * biases.at(q, first + p);
     }
   }
   for (int64_t q = 0; q < queries; ++q) {
@@ -227,7 +269,7 @@ void attend(const T* query, const Pages<T>& keys, const Pages<T>& values, int64_
     for (int64_t p = 0; p < length; ++p) mine[p] /= total;
   }
   for (int64_t p = 0; p < length; ++p) {
-    const T* value = values.at(p, head);
+    const T* value = values.at(first + p, head);
 #pragma omp simd
     for (int64_t d = 0; d < dim; ++d) wide[d] = static_cast<float>(value[d]);
     for (int64_t q = 0; q < queries; ++q) {
@@ -242,12 +284,16 @@ void attend(const T* query, const Pages<T>& keys, const Pages<T>& values, int64_
 
 at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                            const at::Tensor& keys, const at::Tensor& values, const at::Tensor& pages,
-                           const at::Tensor& positions, double scale) {
+                           const at::Tensor& positions, double scale, int64_t window,
+                           const std::optional<at::Tensor>& slopes) {
   const at::Tensor q = query.contiguous(), k = key.contiguous(), v = value.contiguous();
   const int64_t rows = q.size(0), heads = q.size(1), dim = q.size(2), kv_heads = k.size(1), shared = heads / kv_heads;
   const int64_t page_size = keys.size(1), width = pages.size(1);
   const int32_t* table = pages.const_data_ptr<int32_t>();
   const int64_t* ends = positions.const_data_ptr<int64_t>();
+  const at::Tensor wide_slopes = slopes ? slopes->to(at::kFloat).contiguous() : at::Tensor();
+  const float* slope = slopes ? wide_slopes.const_data_ptr<float>() : nullptr;
+  const bool rounded = slopes && slopes->scalar_type() == at::kBFloat16;
   at::Tensor out = at::zeros_like(q);
   for_dtype(q, "paged_attention", [&](auto zero) {
     using T = decltype(zero);
@@ -262,7 +308,7 @@ at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& key, const
     int64_t work = 0;
     for (int64_t row = 0; row < rows; ++row) {
       if (ends[row] < 0) continue;
-      work += ends[row] + 1;
+      work += window ? std::min(window, ends[row] + 1) : ends[row] + 1;
       std::memcpy(pages_of(key_memory, row).at(ends[row], 0), ks + row * kv_heads * dim, bytes);
       std::memcpy(pages_of(value_memory, row).at(ends[row], 0), vs + row * kv_heads * dim, bytes);
     }
@@ -270,9 +316,11 @@ at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& key, const
     corolla::Pool::instance().run(threads, rows * kv_heads, [&](int64_t task) {
       const int64_t row = task / kv_heads, head = task % kv_heads, first = (row * heads + head * shared) * dim;
       const auto attend_in = dim == 64 ? attend<T, 64> : dim == 128 ? attend<T, 128> : attend<T, 0>;
+      const int64_t oldest = window ? std::max<int64_t>(0, ends[row] + 1 - window) : 0;
+      const Biases biases{slope ? slope + head * shared : nullptr, rounded};
       if (ends[row] >= 0)
-        attend_in(qs + first, pages_of(key_memory, row), pages_of(value_memory, row), head, ends[row] + 1, shared,
-                  static_cast<float>(scale), results + first);
+        attend_in(qs + first, pages_of(key_memory, row), pages_of(value_memory, row), head, oldest, ends[row] + 1,
+                  shared, static_cast<float>(scale), biases, results + first);
     });
   });
   return out;
@@ -284,5 +332,6 @@ TORCH_LIBRARY_FRAGMENT(corolla, library) { library.def("set_threads", set_thread
 
 TORCH_LIBRARY_IMPL(corolla, CPU, library) {
   library.impl("packed_linear", packed_linear);
+  library.impl("expert_linear", expert_linear);
   library.impl("paged_attention", paged_attention);
 }

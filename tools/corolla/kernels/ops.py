@@ -1,4 +1,4 @@
-"""The operators of the compiled decoder: `torch.ops.corolla.packed_linear` and `torch.ops.corolla.paged_attention`.
+"""The operators of the compiled decoder: `packed_linear`, `expert_linear` and `paged_attention` of `torch.ops.corolla`.
 
 CPU tensors take the kernels of cpu.cpp, loaded by build.py; every other device takes what PyTorch offers.
 """
@@ -6,12 +6,15 @@ CPU tensors take the kernels of cpu.cpp, loaded by build.py; every other device 
 import torch
 from torch import nn
 
+from corolla.model.alibi import alibi_mask
+
 _library = torch.library.Library("corolla", "DEF")
 _library.define("packed_linear(Tensor x, Tensor weight, Tensor? bias, int out_features) -> Tensor")
 _library.define(
     "paged_attention(Tensor query, Tensor key, Tensor value, Tensor(a!) keys, Tensor(b!) values, Tensor pages, "
-    "Tensor positions, float scale) -> Tensor"
+    "Tensor positions, float scale, int window=0, Tensor? slopes=None) -> Tensor"
 )
+_library.define("expert_linear(Tensor x, Tensor weight, Tensor experts, int out_features) -> Tensor")
 
 
 @torch.library.register_fake("corolla::packed_linear", lib=_library)
@@ -31,8 +34,17 @@ def _paged_attention_shape(
     pages: torch.Tensor,
     positions: torch.Tensor,
     scale: float,
+    window: int = 0,
+    slopes: torch.Tensor | None = None,
 ) -> torch.Tensor:
     return torch.empty_like(query, memory_format=torch.contiguous_format)
+
+
+@torch.library.register_fake("corolla::expert_linear", lib=_library)
+def _expert_linear_shape(
+    x: torch.Tensor, weight: torch.Tensor, experts: torch.Tensor, out_features: int
+) -> torch.Tensor:
+    return x.new_empty((x.shape[0], out_features))
 
 
 def paged_attention(
@@ -44,13 +56,17 @@ def paged_attention(
     pages: torch.Tensor,
     positions: torch.Tensor,
     scale: float,
+    window: int = 0,
+    slopes: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Stores each row's key and value at its position and attends to all positions up to it.
 
     `query` [N, heads, head_dim]; `key`, `value` [N, kv_heads, head_dim]; `keys`, `values` [pages, page_size,
     kv_heads, head_dim], written in place; `pages` [N, P] int32, the pages of each row's session in order;
     `positions` [N] int64, -1 for a row of padding, which gives zeros; row 0 is none. Rows may belong to one
-    session: all keys are stored before the first row attends. Returns [N, heads, head_dim].
+    session: all keys are stored before the first row attends. With a `window`, a row sees no more than that many
+    positions, its own among them. `slopes` [heads] add slope times position, computed in the dtype of `slopes`, to the
+    products of queries and keys before both are scaled. Returns [N, heads, head_dim].
 
     This is the form for devices without a kernel of ours; it gathers all P pages of every row.
     """
@@ -62,9 +78,15 @@ def paged_attention(
     for memory, new in ((keys, key), (values, value)):
         memory.index_put_((own_pages, ends % page_size), new[source])
     seen_keys, seen_values = (memory[table].flatten(1, 2).transpose(1, 2) for memory in (keys, values))
-    visible = torch.arange(seen_keys.shape[2], device=keys.device) <= ends[:, None]
+    seen = torch.arange(seen_keys.shape[2], device=keys.device)
+    own = ends[:, None, None, None]
+    mask = seen <= own
+    if window:
+        mask &= seen > own - window
+    if slopes is not None:
+        mask = alibi_mask(slopes, scale, seen, own, mask).to(query.dtype)
     attended = nn.functional.scaled_dot_product_attention(
-        query[:, :, None], seen_keys, seen_values, visible[:, None, None], scale=scale, enable_gqa=True
+        query[:, :, None], seen_keys, seen_values, mask, scale=scale, enable_gqa=True
     )
     return torch.where(real[:, None, None], attended[:, :, 0], torch.zeros_like(query))
 

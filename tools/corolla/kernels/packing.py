@@ -1,4 +1,4 @@
-"""Linear layers whose weights lie in memory in the order in which the CPU kernel reads them.
+"""Linear layers and experts whose weights lie in memory in the order in which the CPU kernel reads them.
 
 A packed weight is [tiles, ceil(inputs / group), 32, group]: 32 output features a tile, `group` neighbouring inputs of
 a feature side by side (2 for bfloat16, as the AVX512_BF16 dot product takes them; 1 for float32). A thread reads its
@@ -20,7 +20,9 @@ def packed_shape(out_features: int, in_features: int, dtype: torch.dtype) -> tup
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:
-    """The weight [out_features, in_features] of a linear layer, packed."""
+    """The weight [out_features, in_features] of a linear layer, packed; with a dimension of experts in front, each."""
+    if weight.ndim == 3:
+        return torch.stack([pack(expert) for expert in weight])
     outputs, inputs = weight.shape
     group = GROUPS[weight.dtype]
     padded = nn.functional.pad(weight, (0, -inputs % group, 0, -outputs % TILE))
@@ -50,14 +52,49 @@ class PackedLinear(nn.Module):
         return packed
 
 
-def linear_names(module: nn.Module) -> list[str]:
-    """The names of a module's linear layers."""
-    return [name for name, child in module.named_modules() if isinstance(child, nn.Linear)]
+class PackedExperts(nn.Module):
+    """The experts of a mixture on packed weights: each row goes through those that the router chose for it."""
+
+    def __init__(self, experts: nn.Module, dtype: torch.dtype) -> None:
+        """Takes the place of `experts`, of transformers; its weights must be loaded."""
+        super().__init__()
+        self.act_fn: nn.Module = experts.get_submodule("act_fn")
+        gate_up, down = experts.get_parameter("gate_up_proj"), experts.get_parameter("down_proj")
+        self.gate_up_features, self.down_features = gate_up.shape[1], down.shape[1]
+        self.gate_up_proj = _empty_experts(gate_up, dtype)
+        self.down_proj = _empty_experts(down, dtype)
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Hidden states [N, H] to the same; experts [N, K] int64 and their weights [N, K] in the sum."""
+        rows, chosen = top_k_index.shape
+        experts = top_k_index.flatten()
+        linear = torch.ops.corolla.expert_linear
+        inputs = hidden_states.repeat_interleave(chosen, 0)
+        gate, up = linear(inputs, self.gate_up_proj, experts, self.gate_up_features).chunk(2, dim=-1)
+        outputs: torch.Tensor = linear(self.act_fn(gate) * up, self.down_proj, experts, self.down_features)
+        weighted = outputs * top_k_weights.reshape(-1, 1)
+        return weighted.view(rows, chosen, -1).sum(1).to(hidden_states.dtype)
+
+
+def _empty_experts(plain: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
+    experts, outputs, inputs = plain.shape
+    shape = (experts, *packed_shape(outputs, inputs, dtype))
+    return nn.Parameter(torch.empty(shape, device=plain.device), requires_grad=False)
+
+
+def packed_weights(module: nn.Module) -> set[str]:
+    """The names of a module's weights that are packed: those of linear layers and of experts."""
+    linear = {f"{name}.weight" for name, child in module.named_modules() if isinstance(child, nn.Linear)}
+    return linear | {name for name, weight in module.named_parameters() if weight.ndim == 3}
 
 
 def use_packed(module: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Replaces the linear layers inside a module, whose weights of `dtype` are loaded afterwards."""
-    for name in linear_names(module):
-        parent, _, child = name.rpartition(".")
-        setattr(module.get_submodule(parent), child, PackedLinear(module.get_submodule(name), dtype))  # type: ignore[arg-type]
+    """Replaces the linear layers and experts inside a module, whose weights of `dtype` are loaded afterwards."""
+    for owner in {name.rpartition(".")[0] for name in packed_weights(module)}:
+        parent, _, child = owner.rpartition(".")
+        plain = module.get_submodule(owner)
+        packed = PackedLinear(plain, dtype) if isinstance(plain, nn.Linear) else PackedExperts(plain, dtype)
+        setattr(module.get_submodule(parent), child, packed)
     return module

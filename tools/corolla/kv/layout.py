@@ -7,6 +7,7 @@ import torch
 from transformers import PretrainedConfig
 
 from corolla.dtypes import dtype_named
+from corolla.model.shape import ModelShape
 
 DEFAULT_PAGE_SIZE = 16
 
@@ -25,13 +26,13 @@ class KVLayout:
     @classmethod
     def of(cls, config: PretrainedConfig, dtype: str, attn_cache_tokens: int, page_size: int) -> "KVLayout":
         """The layout for a model: `attn_cache_tokens` rounded up to whole pages."""
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        shape = ModelShape.of(config)
         return cls(
             pages=-(-attn_cache_tokens // page_size),
             page_size=page_size,
-            blocks=config.num_hidden_layers,
-            kv_heads=config.num_key_value_heads,
-            head_dim=head_dim,
+            blocks=shape.blocks,
+            kv_heads=shape.kv_heads,
+            head_dim=shape.head_dim,
             dtype=dtype,
         )
 
@@ -62,4 +63,5 @@ class KVLayout:
 
 def default_attn_cache_tokens(config: PretrainedConfig) -> int:
     """16384 with grouped or multi-query attention, else 4096: the budgets of Petals' servers."""
-    return 16384 if config.num_key_value_heads < config.num_attention_heads else 4096
+    shape = ModelShape.of(config)
+    return 16384 if shape.kv_heads < shape.heads else 4096

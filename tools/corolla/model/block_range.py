@@ -13,6 +13,7 @@ from corolla.model import attention
 from corolla.model.family import family_of
 from corolla.model.loading import load_module
 from corolla.model.rotary import RotaryTable
+from corolla.model.shape import ModelShape
 
 
 class StepCache(Protocol):
@@ -38,7 +39,7 @@ class BlockRange:
             )
         config._attn_implementation = attention.NAME
         self.blocks = blocks
-        self.context_length: int = config.max_position_embeddings
+        self.context_length = ModelShape.of(config).context_length
         self.device = parts.device
         like = torch.empty(0, device=parts.device, dtype=parts.dtype)
         self.rotary = RotaryTable(family.rotary_embedding(config).to(parts.device), self.context_length, like)

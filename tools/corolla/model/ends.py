@@ -19,7 +19,13 @@ class Embedding:
 
     def _open(self) -> None:
         self._generation = self._parts.generation
-        self._weight = self._parts.load(EMBEDDING)["weight"]
+        tensors = self._parts.load(EMBEDDING)
+        config = self._parts.checkpoint.config
+        family = family_of(config)
+        self._weight = tensors["weight"]
+        self._scale = family.embedding_scale and self._weight.new_tensor(family.embedding_scale(config))
+        norm = family.embedding_norm
+        self._norm = norm and load_module(lambda: norm(config), _submodule(tensors, "norm."), EMBEDDING)
 
     @torch.inference_mode()
     def __call__(self, input_ids: torch.Tensor) -> torch.Tensor:
@@ -29,7 +35,10 @@ class Embedding:
         outside = (input_ids < 0) | (input_ids >= vocabulary)
         if bool(outside.any()):
             raise InvalidValueError("input_ids", int(input_ids[outside][0]), f"0 to {vocabulary - 1}")
-        return nn.functional.embedding(input_ids.to(self._weight.device), self._weight)
+        hidden_states = nn.functional.embedding(input_ids.to(self._weight.device), self._weight)
+        if self._scale is not None:
+            hidden_states = hidden_states * self._scale
+        return hidden_states if self._norm is None else self._norm(hidden_states)
 
 
 class Head:

@@ -24,7 +24,7 @@ from corolla.kernels.build import compiler, load_kernels, machine_key
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 3
+FORMAT = 4
 
 
 class BlockProgram(Protocol):
@@ -54,6 +54,7 @@ class BlockPrograms:
         load_kernels()
         self._checkpoint = checkpoint
         self._config_key = json.dumps(config.to_dict() | {"_name_or_path": ""}, sort_keys=True, default=str)
+        self._layer_types = getattr(config, "layer_types", None)
         self._page_size = page_size
         self._disk = disk
         self._loaded: dict[str, BlockProgram] = {}
@@ -63,7 +64,7 @@ class BlockPrograms:
 
         EnvironmentProblemError when that fails, without a C++ compiler for example.
         """
-        key = self._key(block, rows)
+        key = self._key(block, index, rows)
         if key not in self._loaded:
             dtype = str(next(block.parameters()).dtype).removeprefix("torch.")
             spec = ProgramSpec(str(self._checkpoint), index, dtype, rows, self._page_size)
@@ -71,10 +72,11 @@ class BlockPrograms:
             self._loaded[key] = torch._inductor.aoti_load_package(str(file)).loader.run
         return self._loaded[key]
 
-    def _key(self, block: nn.Module, rows: int) -> str:
+    def _key(self, block: nn.Module, index: int, rows: int) -> str:
         weights = [(name, tuple(weight.shape), str(weight.dtype)) for name, weight in block.named_parameters()]
         versions = (FORMAT, machine_key(), transformers.__version__)
-        parts = (*versions, rows, self._page_size, weights, self._config_key)
+        kind = self._layer_types and self._layer_types[index]
+        parts = (*versions, rows, self._page_size, weights, kind, self._config_key)
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
 
 

@@ -2,8 +2,21 @@
 
 import torch
 from torch import nn
+from transformers import PretrainedConfig
 
 FIRST_SIZE = 1024
+
+
+class Unrotated(nn.Module):
+    """In the place of a rotary embedding where positions are linear biases of the attention."""
+
+    def __init__(self, config: PretrainedConfig) -> None:
+        super().__init__()
+
+    def forward(self, like: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Positions [B, T] to nothing: two tensors [B, T, 0]."""
+        nothing = like.new_empty(*position_ids.shape, 0)
+        return nothing, nothing
 
 
 class RotaryTable:

@@ -13,6 +13,7 @@ from corolla.kv.layout import KVLayout
 from corolla.kv.run_directory import run_directory
 from corolla.kv.table import SessionTable
 from corolla.kv.token_log import TokenLog
+from corolla.model.shape import ModelShape
 from corolla.serving.parameters import ServedModel
 
 
@@ -35,7 +36,7 @@ class Host:
 
     def session_table(self) -> SessionTable:
         """The server's session table."""
-        return SessionTable(self.directory, self.layout, self.checkpoint.config.max_position_embeddings)
+        return SessionTable(self.directory, self.layout, ModelShape.of(self.checkpoint.config).context_length)
 
     def token_log(self) -> TokenLog:
         """The server's log of generated tokens."""
