@@ -4,7 +4,7 @@ from corolla.errors import CorollaError
 from corolla.serving.adapter import answered, error_response, integers, make_counter, response, strings, tensor
 from corolla.serving.blocks import BlocksRequest
 from corolla.serving.hosted_blocks import HostedBlocks
-from corolla.serving.hosting import Host
+from corolla.serving.hosting import Host, keep_what_is_loaded
 from corolla.serving.parameters import ServedModel
 
 
@@ -16,6 +16,7 @@ class TritonPythonModel:
         host = Host(model)
         self._blocks = HostedBlocks(host, host.session_table())
         self._metrics = self._blocks.count_rows(model.name, make_counter)
+        keep_what_is_loaded()
 
     def execute(self, requests):
         """Reads all requests, runs the readable ones as one batch where they fit together, answers in order."""

@@ -4,7 +4,13 @@
 // Both stream memory that is read once a step, weights and keys, at the speed of the memory; see packing.py for the
 // layout of packed weights. Built by build.py for the machine that runs it.
 
+#if defined(__AVX512F__) && !defined(COROLLA_PORTABLE)
+#define CPU_CAPABILITY_AVX512
+#define CPU_CAPABILITY AVX512
+#endif
+
 #include <ATen/ATen.h>
+#include <ATen/cpu/vec/functional.h>
 #include <torch/library.h>
 
 #include <cmath>
@@ -29,6 +35,7 @@ constexpr int64_t TILE = 32;        // output features per tile of packed weight
 constexpr int64_t ROWS = 8;         // rows per pass over a tile: 2 * 8 vector accumulators
 constexpr int64_t AHEAD = 4 << 10;  // bytes that weights are prefetched ahead
 constexpr int64_t SOON = 8;         // positions that keys are prefetched ahead
+constexpr int64_t CHUNK = 64;       // positions whose values stay in the nearest cache for all queries that share them
 
 std::atomic<int64_t> most_threads{1};
 
@@ -183,7 +190,8 @@ at::Tensor packed_linear(const at::Tensor& x, const at::Tensor& weight, const st
 at::Tensor expert_linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& experts,
                          int64_t out_features) {
   const at::Tensor order = experts.argsort(), in = x.index_select(0, order), expert = experts.index_select(0, order);
-  const int64_t rows = in.size(0), inputs = in.size(1), tiles = weight.size(1), tile_size = weight.size(2) * TILE * weight.size(4);
+  const int64_t rows = in.size(0), inputs = in.size(1);
+  const int64_t tiles = weight.size(1), tile_size = weight.size(2) * TILE * weight.size(4);
   at::Tensor y = at::empty({rows, out_features}, in.options());
   const int64_t* ids = expert.const_data_ptr<int64_t>();
   std::vector<int64_t> starts;  // of the rows of one expert
@@ -215,8 +223,17 @@ struct Pages {
   const int32_t* pages;
   int64_t page_size, heads, head_dim;
   T* at(int64_t position, int64_t head) const {
-    const int64_t slot = pages[position / page_size] * page_size + position % page_size;
-    return memory + (slot * heads + head) * head_dim;
+    int64_t place;
+    find(head, position, position + 1, &place);
+    return memory + place;
+  }
+  // Where in `memory` the positions from `first` up to `end` begin.
+  void find(int64_t head, int64_t first, int64_t end, int64_t* places) const {
+    int64_t page = first / page_size, offset = first % page_size;
+    for (int64_t position = first; position < end; ++position) {
+      *places++ = ((pages[page] * page_size + offset) * heads + head) * head_dim;
+      if (++offset == page_size) ++page, offset = 0;
+    }
   }
 };
 
@@ -231,55 +248,102 @@ struct Biases {
   }
 };
 
-// One key-value head of one row, with all query heads that share it, at the positions from `first` up to `end`. DIM is
-// the head dimension, 0 for any.
+using Floats = at::vec::Vectorized<float>;
+
+template <typename T>
+Floats floats_at(const T* from) {
+  if constexpr (std::is_same_v<T, float>) {
+    return Floats::loadu(from);
+  } else {
+    Floats loaded;
+    at::vec::load_fp32_from_bf16(from, loaded);
+    return loaded;
+  }
+}
+
+template <typename T, int64_t DIM>
+float dot(const T* a, const T* b, int64_t dim) {
+  if constexpr (DIM == 0) {
+    float sum = 0.0f;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t d = 0; d < dim; ++d) sum += static_cast<float>(a[d]) * static_cast<float>(b[d]);
+    return sum;
+  } else {
+    Floats sum(0.0f);
+    for (int64_t d = 0; d < DIM; d += Floats::size()) sum = at::vec::fmadd(floats_at(a + d), floats_at(b + d), sum);
+    return at::vec::vec_reduce_all<float>([](Floats& x, Floats& y) { return x + y; }, sum);
+  }
+}
+
+void softmax(float* scores, int64_t length) {
+  const auto larger = [](Floats a, Floats b) { return at::vec::maximum(a, b); };
+  const float most = at::vec::reduce_all<float>(larger, scores, length);
+  at::vec::map<float>([&](Floats score) { return (score - Floats(most)).exp(); }, scores, scores, length);
+  const float total = at::vec::reduce_all<float>([](Floats a, Floats b) { return a + b; }, scores, length);
+  at::vec::map<float>([&](Floats score) { return score / Floats(total); }, scores, scores, length);
+}
+
+// sums[0:dim] += weights[p] * values[places[p]:][0:dim] for every p below `count`.
+template <typename T, int64_t DIM>
+void add_weighted(const float* weights, const T* values, const int64_t* places, int64_t count, float* sums,
+                  int64_t dim) {
+  if constexpr (DIM == 0) {
+    for (int64_t p = 0; p < count; ++p)
+#pragma omp simd
+      for (int64_t d = 0; d < dim; ++d) sums[d] += weights[p] * static_cast<float>(values[places[p] + d]);
+  } else {
+    constexpr int64_t WIDTH = Floats::size();
+    Floats sum[DIM / WIDTH];
+    for (int64_t i = 0; i < DIM / WIDTH; ++i) sum[i] = Floats::loadu(sums + i * WIDTH);
+    for (int64_t p = 0; p < count; ++p)
+      for (int64_t i = 0; i < DIM / WIDTH; ++i)
+        sum[i] = at::vec::fmadd(Floats(weights[p]), floats_at(values + places[p] + i * WIDTH), sum[i]);
+    for (int64_t i = 0; i < DIM / WIDTH; ++i) sum[i].store(sums + i * WIDTH);
+  }
+}
+
+// The query heads that share one key-value head of one row, at the positions from `first` up to `end`. DIM is the head
+// dimension, 0 for any.
 template <typename T, int64_t DIM>
 void attend(const T* query, const Pages<T>& keys, const Pages<T>& values, int64_t head, int64_t first, int64_t end,
             int64_t queries, float scale, const Biases& biases, T* out) {
   const int64_t dim = DIM ? DIM : keys.head_dim, length = end - first;
-  thread_local std::vector<float> scores, scaled, sums, row;
-  scores.resize(queries * length), scaled.resize(queries * dim), row.resize(dim);
+  thread_local std::vector<float> scores, sums;
+  thread_local std::vector<int64_t> places;
+  scores.resize(queries * length), places.resize(length);
   sums.assign(queries * dim, 0.0f);
-  for (int64_t i = 0; i < queries * dim; ++i) scaled[i] = scale * static_cast<float>(query[i]);
-  float* wide = row.data();
+  keys.find(head, first, end, places.data());
   const auto fetch = [&](const T* address) {
     for (int64_t d = 0; d < dim; d += 64 / sizeof(T)) __builtin_prefetch(address + d);
   };
   for (int64_t p = 0; p < length; ++p) {
-    const T* key = keys.at(first + p, head);
-    if (p + SOON < length) fetch(keys.at(first + p + SOON, head));
-    fetch(values.at(first + p, head));
-#pragma omp simd
-    for (int64_t d = 0; d < dim; ++d) wide[d] = static_cast<float>(key[d]);
+    if (p + SOON < length) fetch(keys.memory + places[p + SOON]);
+    fetch(values.memory + places[p]);
     for (int64_t q = 0; q < queries; ++q) {
-      const float* one = scaled.data() + q * dim;
-      float score = 0.0f;
-#pragma omp simd reduction(+ : score)
-      for (int64_t d = 0; d < dim; ++d) score += one[d] * wide[d];
-      scores[q * length + p] = score + scale * biases.at(q, first + p);
+      const float product = dot<T, DIM>(query + q * dim, keys.memory + places[p], dim);
+      scores[q * length + p] = scale * (product + biases.at(q, first + p));
     }
   }
-  for (int64_t q = 0; q < queries; ++q) {
-    float* mine = scores.data() + q * length;
-    float most = -std::numeric_limits<float>::infinity(), total = 0.0f;
-#pragma omp simd reduction(max : most)
-    for (int64_t p = 0; p < length; ++p) most = std::max(most, mine[p]);
-#pragma omp simd reduction(+ : total)
-    for (int64_t p = 0; p < length; ++p) total += mine[p] = ::expf(mine[p] - most);
-    for (int64_t p = 0; p < length; ++p) mine[p] /= total;
-  }
-  for (int64_t p = 0; p < length; ++p) {
-    const T* value = values.at(first + p, head);
-#pragma omp simd
-    for (int64_t d = 0; d < dim; ++d) wide[d] = static_cast<float>(value[d]);
-    for (int64_t q = 0; q < queries; ++q) {
-      const float weight = scores[q * length + p];
-      float* sum = sums.data() + q * dim;
-#pragma omp simd
-      for (int64_t d = 0; d < dim; ++d) sum[d] += weight * wide[d];
-    }
+  for (int64_t q = 0; q < queries; ++q) softmax(scores.data() + q * length, length);
+  for (int64_t start = 0; start < length; start += CHUNK) {
+    const int64_t count = std::min(CHUNK, length - start);
+    for (int64_t q = 0; q < queries; ++q)
+      add_weighted<T, DIM>(scores.data() + q * length + start, values.memory, places.data() + start, count,
+                           sums.data() + q * dim, dim);
   }
   for (int64_t i = 0; i < queries * dim; ++i) out[i] = static_cast<T>(sums[i]);
+}
+
+template <typename T>
+auto attend_for(int64_t dim) {
+  switch (dim) {
+    case 64: return attend<T, 64>;
+    case 80: return attend<T, 80>;
+    case 96: return attend<T, 96>;
+    case 128: return attend<T, 128>;
+    case 256: return attend<T, 256>;
+    default: return attend<T, 0>;
+  }
 }
 
 at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
@@ -315,7 +379,7 @@ at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& key, const
     const int threads = work * heads * dim > 1 << 15 ? kernel_threads() : 1;
     corolla::Pool::instance().run(threads, rows * kv_heads, [&](int64_t task) {
       const int64_t row = task / kv_heads, head = task % kv_heads, first = (row * heads + head * shared) * dim;
-      const auto attend_in = dim == 64 ? attend<T, 64> : dim == 128 ? attend<T, 128> : attend<T, 0>;
+      const auto attend_in = attend_for<T>(dim);
       const int64_t oldest = window ? std::max<int64_t>(0, ends[row] + 1 - window) : 0;
       const Biases biases{slope ? slope + head * shared : nullptr, rounded};
       if (ends[row] >= 0)
