@@ -57,7 +57,7 @@ def hidden_states_of_blocks(served: Served, prompts: list[list[int]]) -> list[tu
 
 
 def test_blocks_give_what_those_of_transformers_give(family: Served) -> None:
-    seen = hidden_states_of_blocks(family, [random_prompt(200, seed) for seed in (1, 2)])
+    seen = hidden_states_of_blocks(family, [random_prompt(300, seed) for seed in (1, 2)])
     assert len(seen) == family.case.blocks
     for service, (inputs, expected) in zip(family.server.ranges, seen, strict=True):
         torch.testing.assert_close(run(service, inputs), expected, rtol=0, atol=WHOLE)

@@ -220,12 +220,11 @@ struct Pages {
   }
 };
 
-// The linear biases of the query heads that share a key-value head; no slopes, no biases.
+// The linear biases of the query heads that share a key-value head.
 struct Biases {
   const float* slopes;
   bool rounded;  // slopes and positions are bfloat16
   float at(int64_t query, int64_t position) const {
-    if (!slopes) return 0.0f;
     if (!rounded) return slopes[query] * static_cast<float>(position);
     return at::BFloat16(slopes[query] * static_cast<float>(at::BFloat16(static_cast<float>(position))));
   }
@@ -256,12 +255,14 @@ void attend(const T* query, const Pages<T>& keys, const Pages<T>& values, int64_
       float score = 0.0f;
 #pragma omp simd reduction(+ : score)
       for (int64_t d = 0; d < dim; ++d) score += one[d] * wide[d];
-      scores[q * length + p] = score + scale * biases.at(q, first + p);
+      scores[q * length + p] = score;
     }
   }
   for (int64_t q = 0; q < queries; ++q) {
     float* mine = scores.data() + q * length;
     float most = -std::numeric_limits<float>::infinity(), total = 0.0f;
+    if (biases.slopes)
+      for (int64_t p = 0; p < length; ++p) mine[p] += scale * biases.at(q, first + p);
 #pragma omp simd reduction(max : most)
     for (int64_t p = 0; p < length; ++p) most = std::max(most, mine[p]);
 #pragma omp simd reduction(+ : total)
