@@ -9,10 +9,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch import nn
+from transformers import AutoConfig
 
-from checkpoints import FAMILIES, Case, random_prompt, text_of
+from checkpoints import BLOOM, FAMILIES, Case, random_prompt, text_of
 from conftest import Served, serve_locally
 from corolla.model.family import supported_families
+from corolla.model.shape import ModelShape
 from local_server import run
 from test_engine import start
 
@@ -57,7 +59,7 @@ def hidden_states_of_blocks(served: Served, prompts: list[list[int]]) -> list[tu
 
 
 def test_blocks_give_what_those_of_transformers_give(family: Served) -> None:
-    seen = hidden_states_of_blocks(family, [random_prompt(200, seed) for seed in (1, 2)])
+    seen = hidden_states_of_blocks(family, [random_prompt(300, seed) for seed in (1, 2)])
     assert len(seen) == family.case.blocks
     for service, (inputs, expected) in zip(family.server.ranges, seen, strict=True):
         torch.testing.assert_close(run(service, inputs), expected, rtol=0, atol=WHOLE)
@@ -86,3 +88,8 @@ def test_generated_tokens_are_those_of_transformers(family: Served) -> None:
         expected = reference.generate(prompt_ids, max_new_tokens=48)
         assert reference.lead(prompt_ids, expected) > LEAD, "tokens this close could differ by rounding alone"
         assert text == reference.text(prompt_ids, expected)
+
+
+def test_context_of_models_without_position_embeddings() -> None:
+    assert ModelShape.of(BLOOM.model_config()).context_length == 512
+    assert ModelShape.of(AutoConfig.for_model("bloom")).context_length == 2048

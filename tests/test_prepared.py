@@ -157,6 +157,15 @@ def test_folder_that_cannot_be_written_is_named(checkpoint: Path, tmp_path: Path
         parts_of(checkpoint, tmp_path / "file" / "cache").load(block_part(0))
 
 
+def test_frequencies_that_old_checkpoints_store_are_left_out(checkpoint: Path, cache: Path) -> None:
+    shard = next(iter(checkpoint.glob("*.safetensors")))
+    index = checkpoint / "model.safetensors.index.json"
+    name = "model.layers.1.self_attn.rotary_emb.inv_freq"
+    save_file(load_file(shard) | {name: torch.ones(8)}, shard, metadata={"format": "pt"})
+    index.write_text(index.read_text().replace('"weight_map": {', f'"weight_map": {{"{name}": "{shard.name}",'))
+    assert len(parts_of(checkpoint, cache).load(block_part(1))) == 9
+
+
 def test_changed_checkpoint_gives_a_new_file(checkpoint: Path, cache: Path) -> None:
     before = parts_of(checkpoint, cache).load(block_part(1))
     shard = next(s for s in checkpoint.glob("*.safetensors") if "model.layers.1.mlp.up_proj.weight" in load_file(s))

@@ -237,12 +237,11 @@ struct Pages {
   }
 };
 
-// The linear biases of the query heads that share a key-value head; no slopes, no biases.
+// The linear biases of the query heads that share a key-value head.
 struct Biases {
   const float* slopes;
   bool rounded;  // slopes and positions are bfloat16
   float at(int64_t query, int64_t position) const {
-    if (!slopes) return 0.0f;
     if (!rounded) return slopes[query] * static_cast<float>(position);
     return at::BFloat16(slopes[query] * static_cast<float>(at::BFloat16(static_cast<float>(position))));
   }
@@ -319,12 +318,15 @@ void attend(const T* query, const Pages<T>& keys, const Pages<T>& values, int64_
   for (int64_t p = 0; p < length; ++p) {
     if (p + SOON < length) fetch(keys.memory + places[p + SOON]);
     fetch(values.memory + places[p]);
-    for (int64_t q = 0; q < queries; ++q) {
-      const float product = dot<T, DIM>(query + q * dim, keys.memory + places[p], dim);
-      scores[q * length + p] = scale * (product + biases.at(q, first + p));
-    }
+    for (int64_t q = 0; q < queries; ++q)
+      scores[q * length + p] = scale * dot<T, DIM>(query + q * dim, keys.memory + places[p], dim);
   }
-  for (int64_t q = 0; q < queries; ++q) softmax(scores.data() + q * length, length);
+  for (int64_t q = 0; q < queries; ++q) {
+    float* mine = scores.data() + q * length;
+    if (biases.slopes)
+      for (int64_t p = 0; p < length; ++p) mine[p] += scale * biases.at(q, first + p);
+    softmax(mine, length);
+  }
   for (int64_t start = 0; start < length; start += CHUNK) {
     const int64_t count = std::min(CHUNK, length - start);
     for (int64_t q = 0; q < queries; ++q)
