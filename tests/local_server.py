@@ -13,6 +13,7 @@ from google.protobuf import json_format, text_format
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from corolla.checkpoint.folder import CheckpointFolder
+from corolla.checkpoint.source import open_checkpoint
 from corolla.dtypes import dtype_named
 from corolla.generate.engine import EngineLimits, GenerateEngine
 from corolla.generate.sequence import Finished
@@ -72,7 +73,7 @@ class LocalServer:
             self.ranges = [self._blocks(f"blocks_{r.start:02d}_{r.stop:02d}").current for r in plan.ranges]
             self._chain = self._blocks("chain")
             self.chain = self._chain.current
-        self.checkpoint = CheckpointFolder(served_model(self.repository, "generate").checkpoint)
+        self.checkpoint = open_checkpoint(served_model(self.repository, "generate").checkpoint)
 
     def open(self, max_length: int) -> str:
         """The id of a new session."""

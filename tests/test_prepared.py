@@ -17,7 +17,8 @@ from conftest import Served
 from corolla.checkpoint import disk_cache
 from corolla.checkpoint.disk_cache import DiskCache
 from corolla.checkpoint.folder import CheckpointFolder
-from corolla.checkpoint.prepared import EMBEDDING, HEAD, PreparedParts, block_part
+from corolla.checkpoint.parts import EMBEDDING, HEAD, block_part
+from corolla.checkpoint.prepared import PreparedParts
 from corolla.errors import CheckpointError, EnvironmentProblemError
 
 FORK = multiprocessing.get_context("fork")
