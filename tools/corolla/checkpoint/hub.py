@@ -9,14 +9,11 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import constants, snapshot_download
-from huggingface_hub.errors import (
-    GatedRepoError,
-    LocalEntryNotFoundError,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
+from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RevisionNotFoundError
+from huggingface_hub.utils import tqdm
 
 from corolla.errors import CheckpointError, CorollaError, EnvironmentProblemError, InvalidValueError
 
@@ -61,7 +58,7 @@ class HubModel:
 
         CheckpointError, EnvironmentProblemError as of `fetch`.
         """
-        return _download(self.id, self.commit, self.token, SMALL_FILES)
+        return _small_files(self.id, self.commit, self.token)
 
     def fetch(self, folder: Path, names: Iterable[str]) -> None:
         """Fetches files that are not in the `folder` yet; those that the hub does not have are not an error.
@@ -70,8 +67,8 @@ class HubModel:
         """
         missing = [name for name in names if not (folder / name).is_file()]
         if missing:
-            logger.info("fetching %s of %s", ", ".join(missing), self.id)
-            _download(self.id, self.commit, self.token, missing)
+            logger.info("fetching %d files of %s", len(missing), self)
+            _download(self.id, self.commit, self.token, missing, _TerminalBar)
 
 
 def is_hub_name(text: str) -> bool:
@@ -88,16 +85,42 @@ def resolve(text: str, revision: str | None, token: str | None) -> HubModel:
     assert match is not None
     if revision and match["revision"]:
         raise InvalidValueError("--revision", revision, f"none beside that of {text}")
-    folder = _download(match["id"], revision or match["revision"] or constants.DEFAULT_REVISION, token, SMALL_FILES)
+    folder = _small_files(match["id"], revision or match["revision"] or constants.DEFAULT_REVISION, token)
     return HubModel(match["id"], folder.name, token)
 
 
-def _download(model_id: str, revision: str, token: str | None, patterns: list[str]) -> Path:
-    """The folder of the commit, into which the files of the top level that match were fetched."""
+class _TerminalBar(tqdm):
+    """A progress bar where somebody sees it move."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options | {"disable": None})
+
+
+class _NoBar(tqdm):
+    """For what takes no time."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options | {"disable": True})
+
+
+def _small_files(model_id: str, revision: str, token: str | None) -> Path:
+    return _download(model_id, revision, token, SMALL_FILES, _NoBar)
+
+
+def _download(model_id: str, revision: str, token: str | None, patterns: list[str], bar: type[tqdm]) -> Path:
+    """The folder of the commit, into which the files of the top level that match were fetched.
+
+    The hub is not asked when they are there already and `revision` is a commit.
+    """
     try:
         return Path(
             snapshot_download(
-                model_id, revision=revision, token=token, allow_patterns=patterns, ignore_patterns=["*/*"]
+                model_id,
+                revision=revision,
+                token=token,
+                allow_patterns=patterns,
+                ignore_patterns=["*/*"],
+                tqdm_class=bar,
             )
         )
     except Exception as error:  # the library's own errors, those of its HTTP client, and those of the disk
@@ -116,13 +139,14 @@ def _explained(model_id: str, revision: str, error: Exception) -> CorollaError:
             f"{where} is gated; accept its terms on {constants.ENDPOINT}/{model_id} and give the token of an account "
             "that has access (HF_TOKEN, `hf auth login`)"
         )
-    if isinstance(error, RepositoryNotFoundError):
+    if isinstance(error, RevisionNotFoundError):
+        return CheckpointError(f"{where} has no revision {revision!r}; give a branch, a tag or a commit")
+    answer = next((e for e in (error, error.__cause__) if isinstance(e, HfHubHTTPError)), None)
+    if answer is not None and answer.response.status_code in (401, 404):
         return CheckpointError(
             f"{where} does not exist, or is private; there is no folder of that name either. If it is private, give "
             "the token of an account that has access (HF_TOKEN, `hf auth login`)"
         )
-    if isinstance(error, RevisionNotFoundError):
-        return CheckpointError(f"{where} has no revision {revision!r}; give a branch, a tag or a commit")
     if isinstance(error, LocalEntryNotFoundError) and constants.HF_HUB_OFFLINE:
         return CheckpointError(
             f"{where}, revision {revision!r}, is not in the cache {constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE forbids "
