@@ -40,6 +40,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     with hub_server() as hub:
         use(hub.url, monkeypatch)
         use_cache(tmp_path / "hub-cache", monkeypatch)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         yield hub
         huggingface_hub.close_session()
 
@@ -48,7 +49,6 @@ def use(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What HF_ENDPOINT does, which is read once per process."""
     monkeypatch.setattr(constants, "ENDPOINT", url)
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
-    monkeypatch.setenv("HF_ENDPOINT", url)
 
 
 def use_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -309,7 +309,8 @@ def test_repository_names_a_whole_commit(tmp_path: Path, text: str) -> None:
 
 def test_environment_of_the_hub_holds_for_the_command(hub: Hub, grouped: Served, tmp_path: Path) -> None:
     commit = hub.add(ID, grouped.checkpoint, token="hf_secret")
-    environment = os.environ | {"HF_HOME": str(tmp_path / "home"), "HF_TOKEN": "hf_secret", "HF_ENDPOINT": hub.url}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    environment |= {"HF_HOME": str(tmp_path / "home"), "HF_TOKEN": "hf_secret", "HF_ENDPOINT": hub.url}
     command = [Path(sys.prefix, "bin", "corolla"), "init", ID, "--out", tmp_path / "out"]
     subprocess.run([*map(str, command)], env=environment, check=True, capture_output=True)
     assert served_model(tmp_path / "out", "chain").checkpoint == HubModel(ID, commit)

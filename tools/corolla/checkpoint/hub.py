@@ -7,12 +7,19 @@ import errno
 import logging
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import constants, snapshot_download
-from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RevisionNotFoundError
+from huggingface_hub import constants, get_cached_repo_tree, snapshot_download
+from huggingface_hub.errors import (
+    CachedRepoTreeNotFoundError,
+    GatedRepoError,
+    HfHubHTTPError,
+    LocalEntryNotFoundError,
+    RevisionNotFoundError,
+)
 from huggingface_hub.utils import tqdm
 
 from corolla.errors import CheckpointError, CorollaError, EnvironmentProblemError, InvalidValueError
@@ -22,6 +29,8 @@ logger = logging.getLogger(__name__)
 SCHEME = "hf://"
 SMALL_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]
 """Config, tokenizer and the index of the weights, whatever they are called."""
+SUBFOLDERS = ["*/*"]
+"""Other formats, and weights for other programs."""
 
 _NAME = re.compile(r"(?:hf://)?(?P<id>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -56,8 +65,20 @@ class HubModel:
     def folder(self) -> Path:
         """The local folder of the commit, with all its small files, and with what else was fetched.
 
+        The hub is not asked when it is complete.
         CheckpointError, EnvironmentProblemError as of `fetch`.
         """
+        with suppress(CachedRepoTreeNotFoundError, LocalEntryNotFoundError):
+            get_cached_repo_tree(self.id, revision=self.commit)  # without it, nobody knows whether all files are there
+            return Path(
+                snapshot_download(
+                    self.id,
+                    revision=self.commit,
+                    local_files_only=True,
+                    allow_patterns=SMALL_FILES,
+                    ignore_patterns=SUBFOLDERS,
+                )
+            )
         return _small_files(self.id, self.commit, self.token)
 
     def fetch(self, folder: Path, names: Iterable[str]) -> None:
@@ -108,10 +129,7 @@ def _small_files(model_id: str, revision: str, token: str | None) -> Path:
 
 
 def _download(model_id: str, revision: str, token: str | None, patterns: list[str], bar: type[tqdm]) -> Path:
-    """The folder of the commit, into which the files of the top level that match were fetched.
-
-    The hub is not asked when they are there already and `revision` is a commit.
-    """
+    """The folder of the commit, into which the files of the top level that match were fetched."""
     try:
         return Path(
             snapshot_download(
@@ -119,7 +137,7 @@ def _download(model_id: str, revision: str, token: str | None, patterns: list[st
                 revision=revision,
                 token=token,
                 allow_patterns=patterns,
-                ignore_patterns=["*/*"],
+                ignore_patterns=SUBFOLDERS,
                 tqdm_class=bar,
             )
         )
