@@ -9,6 +9,9 @@ from safetensors import SafetensorError, safe_open
 
 from corolla.errors import CheckpointError
 
+PICKLE = b"\x80"
+"""How a pickle begins, and with it the files of an old `torch.save`; those of today are zip archives."""
+
 
 class WeightFormat(Protocol):
     """A format, by the names of a checkpoint's only file and of the index of many.
@@ -69,20 +72,21 @@ class TorchFiles:
 
     @staticmethod
     def _load(file: Path) -> dict[str, torch.Tensor]:
-        with file.open("rb") as start:
-            if start.read(1) == b"\x80":
-                raise CheckpointError(
-                    f"{file}: written by a PyTorch older than 1.6, which cannot be mapped; save it again with "
-                    "torch.save(torch.load(file, weights_only=True), file)"
-                )
         try:
-            stored = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+            with file.open("rb") as start:
+                is_old = start.read(1) == PICKLE
+            stored = None if is_old else torch.load(file, map_location="cpu", mmap=True, weights_only=True)
         except UnpicklingError as error:
             raise _unreadable(
                 file, "it is damaged, or holds other objects than tensors, which are not unpickled as that may run code"
             ) from error
         except Exception as error:  # the unpickler raises whatever a damaged file leads to
             raise _unreadable(file, error) from error
+        if is_old:
+            raise CheckpointError(
+                f"{file}: written by a PyTorch older than 1.6, which cannot be mapped; save it again with "
+                "torch.save(torch.load(file, weights_only=True), file)"
+            )
         if not isinstance(stored, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in stored.values()):
             raise _unreadable(file, "it holds something else than tensors by name")
         return stored
