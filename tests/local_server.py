@@ -12,7 +12,7 @@ import torch
 from google.protobuf import json_format, text_format
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
-from corolla.checkpoint.folder import CheckpointFolder
+from corolla.checkpoint.source import Source, open_checkpoint
 from corolla.dtypes import dtype_named
 from corolla.generate.engine import EngineLimits, GenerateEngine
 from corolla.generate.sequence import Finished
@@ -26,11 +26,11 @@ from corolla.serving.hosting import Host
 from corolla.serving.parameters import ServedModel
 
 
-def make_plan(checkpoint: Path, ranges: Sequence[range], dtype: str = "float32", **options: Any) -> RepositoryPlan:
+def make_plan(checkpoint: Source, ranges: Sequence[range], dtype: str = "float32", **options: Any) -> RepositoryPlan:
     """A plan with one thread per process and the eager decoder, for small models."""
     return RepositoryPlan(
         checkpoint=checkpoint,
-        config=CheckpointFolder(checkpoint).config,
+        config=open_checkpoint(checkpoint).config,
         dtype=dtype_named(dtype),
         ranges=list(ranges),
         **({"threads": 1, "decoder": "eager"} | options),
@@ -72,7 +72,7 @@ class LocalServer:
             self.ranges = [self._blocks(f"blocks_{r.start:02d}_{r.stop:02d}").current for r in plan.ranges]
             self._chain = self._blocks("chain")
             self.chain = self._chain.current
-        self.checkpoint = CheckpointFolder(served_model(self.repository, "generate").checkpoint)
+        self.checkpoint = open_checkpoint(served_model(self.repository, "generate").checkpoint)
 
     def open(self, max_length: int) -> str:
         """The id of a new session."""

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 
+from corolla.checkpoint.source import open_checkpoint
 from corolla.client import CorollaClient
 from corolla.repository.reading import checkpoint_of
 from servers import RunningServer
@@ -52,7 +53,8 @@ def measure(server: RunningServer, repository: Path) -> MemoryReport:
 
 
 def _weights(repository: Path) -> int:
-    return sum(file.stat().st_size for file in checkpoint_of(repository).glob("*.safetensors"))
+    folder = open_checkpoint(checkpoint_of(repository)).path
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
 def main() -> None:

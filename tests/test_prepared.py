@@ -1,5 +1,7 @@
 """Each part of a checkpoint is converted once, by one process, and appears whole or not at all."""
 
+import errno
+import json
 import multiprocessing
 import os
 import resource
@@ -17,8 +19,10 @@ from conftest import Served
 from corolla.checkpoint import disk_cache
 from corolla.checkpoint.disk_cache import DiskCache
 from corolla.checkpoint.folder import CheckpointFolder
-from corolla.checkpoint.prepared import EMBEDDING, HEAD, PreparedParts, block_part
+from corolla.checkpoint.parts import EMBEDDING, HEAD, block_part
+from corolla.checkpoint.prepared import PreparedParts
 from corolla.errors import CheckpointError, EnvironmentProblemError
+from test_checkpoint_folder import single_file, single_torch_file, torch_files
 
 FORK = multiprocessing.get_context("fork")
 
@@ -71,6 +75,21 @@ def test_parts_hold_the_tensors_of_the_checkpoint_in_the_dtype(
 def test_tied_checkpoint_has_its_embedding_as_projection(served: Served, cache: Path) -> None:
     head = parts_of(served.checkpoint, cache).load(HEAD)
     assert torch.equal(head["projection.weight"], served.reference.model.lm_head.weight)
+
+
+@pytest.mark.parametrize("store", [None, single_file, torch_files, single_torch_file])
+def test_second_start_reads_no_weight_file(checkpoint: Path, cache: Path, store: Callable[[Path], Path] | None) -> None:
+    """Not even a header: nonsense is in the files, of which only the size and the time are looked at."""
+    if store is not None:
+        store(checkpoint)
+    names = (EMBEDDING, HEAD, *map(block_part, range(4)))
+    first = {name: parts_of(checkpoint, cache).load(name) for name in names}
+    for file in [*checkpoint.glob("*.safetensors"), *checkpoint.glob("*.bin")]:
+        status = file.stat()
+        file.write_bytes(bytes(status.st_size))
+        os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+    second = {name: parts_of(checkpoint, cache).load(name) for name in names}
+    assert all(torch.equal(second[part][name], tensor) for part in names for name, tensor in first[part].items())
 
 
 def test_part_is_prepared_once_and_then_mapped(checkpoint: Path, cache: Path) -> None:
@@ -194,6 +213,72 @@ def test_only_the_parts_own_files_are_read(checkpoint: Path, cache: Path) -> Non
     assert PreparedParts(folder, torch.float32, DiskCache(cache, None)).load(block_part(0))
     with pytest.raises(CheckpointError, match=r"cannot be read .*fetch the checkpoint again"):
         PreparedParts(folder, torch.float32, DiskCache(cache, None)).load(HEAD)
+
+
+def damage_block(checkpoint: Path, change: Callable[[dict[str, torch.Tensor], str], object]) -> None:
+    """Changes the up projection of block 1 in its shard."""
+    name = "model.layers.1.mlp.up_proj.weight"
+    index = checkpoint / "model.safetensors.index.json"
+    weight_map = json.loads(index.read_text())["weight_map"]
+    shard = checkpoint / weight_map[name]
+    tensors = load_file(shard)
+    change(tensors, name)
+    save_file(tensors, shard, metadata={"format": "pt"})
+    weight_map = {key: file for key, file in weight_map.items() if file != shard.name or key in tensors}
+    index.write_text(json.dumps({"weight_map": weight_map}))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensors, name: tensors.pop(name), r"block_001: the checkpoint holds no 'mlp.up_proj.weight'"),
+        (lambda tensors, name: tensors.update({name: tensors[name][:, 1:].contiguous()}),
+         r"block_001: 'mlp.up_proj.weight' has the shape \[150, 127\], but config.json asks for \[150, 128\]"),
+    ],
+    ids=["missing", "wrong shape"],
+)  # fmt: skip
+def test_tensors_that_do_not_fit_the_config_are_not_stored(
+    checkpoint: Path, cache: Path, change: Callable[[dict[str, torch.Tensor], str], object], message: str
+) -> None:
+    damage_block(checkpoint, change)
+    with pytest.raises(CheckpointError, match=message):
+        parts_of(checkpoint, cache).load(block_part(1))
+    assert parts_of(checkpoint, cache).load(block_part(0))
+    assert [file.stem for file in stored(cache)] == [block_part(0)]
+
+
+@pytest.mark.parametrize(("part", "shape"), [(EMBEDDING, "'weight'"), (HEAD, "'projection.weight'")])
+def test_ends_that_do_not_fit_the_config_are_not_stored(checkpoint: Path, cache: Path, part: str, shape: str) -> None:
+    config = checkpoint / "config.json"
+    config.write_text(config.read_text().replace('"vocab_size": 301', '"vocab_size": 302'))
+    with pytest.raises(CheckpointError, match=rf"{part}: {shape} has the shape \[301, 128\], .* \[302, 128\]"):
+        parts_of(checkpoint, cache).load(part)
+    assert stored(cache) == []
+
+
+def test_buffers_of_old_checkpoints_are_left_out(checkpoint: Path, cache: Path) -> None:
+    damage_block(
+        checkpoint,
+        lambda tensors, name: tensors.update({"model.layers.1.self_attn.rotary_emb.inv_freq": torch.ones(8)}),
+    )
+    single_file(checkpoint)
+    assert len(parts_of(checkpoint, cache).load(block_part(1))) == 9
+
+
+def test_full_disk_leaves_nothing_and_says_what_to_do(
+    checkpoint: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def save_until_full(tensors: dict[str, torch.Tensor], file: Path) -> None:
+        save_file(tensors, file)
+        os.truncate(file, file.stat().st_size // 2)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(disk_cache, "save_file", save_until_full)
+        with pytest.raises(EnvironmentProblemError, match=r"block_000.*No space left.*free disk space or set COROLLA"):
+            parts_of(checkpoint, cache).load(block_part(0))
+    assert [file for file in cache.rglob("*") if file.is_file() and file.parent.name != "locks"] == []
+    assert parts_of(checkpoint, cache).load(block_part(0))
 
 
 def test_missing_part_of_the_checkpoint_is_named(checkpoint: Path, cache: Path) -> None:

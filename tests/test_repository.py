@@ -200,6 +200,22 @@ def test_dtype_auto_keeps_half_precision_and_turns_float32_into_bfloat16(tmp_pat
         assert read_models(out)["chain"].parameters["dtype"].string_value == served
 
 
+@pytest.mark.parametrize("decoder", ["compiled", "eager"])
+def test_float16_on_a_cpu_is_refused_with_the_reason(grouped: Served, tmp_path: Path, decoder: str) -> None:
+    refused = init(grouped.checkpoint, "--out", tmp_path / "out", "--dtype", "float16", "--decoder", decoder).exception
+    assert isinstance(refused, InvalidValueError)
+    assert "dtype: 'float16' is not allowed; allowed: auto, float32, bfloat16 on CPUs, which have no" in str(refused)
+    assert not (tmp_path / "out").exists()
+
+
+def test_dtype_is_found_under_its_old_name_too(grouped: Served, tmp_path: Path) -> None:
+    checkpoint = Path(shutil.copytree(grouped.checkpoint, tmp_path / "checkpoint"))
+    config = checkpoint / "config.json"
+    config.write_text(config.read_text().replace('"dtype": "float32"', '"torch_dtype": "float16"'))
+    init(checkpoint, "--out", tmp_path / "out", "--device", "cuda")
+    assert read_models(tmp_path / "out")["chain"].parameters["dtype"].string_value == "float16"
+
+
 def test_dtype_that_cannot_be_served_must_be_replaced_by_name(grouped: Served, tmp_path: Path) -> None:
     checkpoint = Path(shutil.copytree(grouped.checkpoint, tmp_path / "checkpoint"))
     config = checkpoint / "config.json"

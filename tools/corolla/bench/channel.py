@@ -24,6 +24,7 @@ from corolla.bench.bursts import (
 )
 from corolla.bench.local_models import LocalModels, local_models
 from corolla.bench.prompts import make_prompts
+from corolla.bench.serving import local_folder
 from corolla.bench.tables import markdown
 from corolla.generate.engine import EngineLimits, GenerateEngine
 from corolla.generate.request import GenerationRequest
@@ -98,7 +99,7 @@ class _OneChain:
 
 def measure_channel(plan: RepositoryPlan, capacities: Sequence[int], burst: Burst, rounds: int) -> ChannelReport:
     """The capacities take turns, `rounds` times after one burst each to warm up."""
-    prompts = make_prompts(AutoTokenizer.from_pretrained(plan.checkpoint), burst.generations, burst.prompt_tokens)
+    prompts = make_prompts(AutoTokenizer.from_pretrained(local_folder(plan)), burst.generations, burst.prompt_tokens)
     requests = [
         GenerationRequest(prompt, max_tokens=burst.max_tokens, temperature=0.0, ignore_eos=True, stream=True)
         for prompt in prompts

@@ -10,7 +10,7 @@ from corolla.bench.lengths import Effort, StepTimes, crossing, measure_lengths
 from corolla.bench.local_models import local_models
 from corolla.bench.overhead import Overhead, bare_step, bare_token, median_overhead
 from corolla.bench.prompts import make_prompts
-from corolla.bench.serving import BenchServer
+from corolla.bench.serving import BenchServer, local_folder
 from corolla.bench.streaming import (
     PETALS_MERGED,
     PETALS_UNMERGED,
@@ -50,7 +50,7 @@ class MergedReport:
 def measure_merged(server: BenchServer, most: int, effort: Effort, steps: int, rounds: int) -> MergedReport:
     """All three parts; the rounds of the last two follow one to warm up."""
     lengths = measure_lengths(server, most, effort)
-    tokenizer = AutoTokenizer.from_pretrained(server.plan.checkpoint)
+    tokenizer = AutoTokenizer.from_pretrained(local_folder(server.plan))
     prompts = make_prompts(tokenizer, 1, PROMPT_POSITIONS)
     prompt_ids = tokenizer(prompts[0]).input_ids
     speeds, overheads = [], []

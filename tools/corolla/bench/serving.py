@@ -9,8 +9,8 @@ from typing import Any
 
 import psutil
 
-from corolla.checkpoint.folder import CheckpointFolder
 from corolla.checkpoint.resolution import resolve_dtype
+from corolla.checkpoint.source import Source, open_checkpoint
 from corolla.repository.plan import RepositoryPlan, split_evenly
 from corolla.repository.writer import write_repository
 from corolla.server.background import background_server
@@ -32,12 +32,23 @@ class BenchServer:
         return sum(process.memory_full_info().pss for process in (root, *root.children(recursive=True)))
 
 
-def make_plan(checkpoint: Path, dtype: str, range_size: int | None = None, **options: Any) -> RepositoryPlan:
-    """What to serve: two ranges unless `range_size` says otherwise; `options` as of RepositoryPlan."""
-    config = CheckpointFolder(checkpoint).config
+def make_plan(checkpoint: Source, dtype: str, range_size: int | None = None, **options: Any) -> RepositoryPlan:
+    """What to serve: two ranges unless `range_size` says otherwise; `options` as of RepositoryPlan.
+
+    Weights on the hub are fetched.
+    """
+    opened = open_checkpoint(checkpoint)
+    opened.fetch()
+    config = opened.config
     blocks = config.num_hidden_layers
     ranges = split_evenly(blocks, range_size or -(-blocks // 2))
-    return RepositoryPlan(checkpoint.resolve(), config, resolve_dtype(dtype, config, "cpu"), ranges, **options)
+    source = checkpoint.resolve() if isinstance(checkpoint, Path) else checkpoint
+    return RepositoryPlan(source, config, resolve_dtype(dtype, config, "cpu"), ranges, **options)
+
+
+def local_folder(plan: RepositoryPlan) -> Path:
+    """Where a plan's checkpoint lies on this machine."""
+    return open_checkpoint(plan.checkpoint).path
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from tqdm import tqdm
 from transformers import AutoTokenizer
 
 from corolla.bench.prompts import make_prompts
-from corolla.bench.serving import BenchServer
+from corolla.bench.serving import BenchServer, local_folder
 from corolla.bench.streams import run_streams
 from corolla.bench.tables import markdown
 from corolla.bench.timing import RunResult, median_result
@@ -34,7 +34,7 @@ class SizesResult:
 def measure_sizes(server: BenchServer, requests: Sequence[int], max_tokens: int, rounds: int) -> list[SizesResult]:
     """One server, whose plan names the sizes; medians of `rounds` runs after one to warm up."""
     sizes = server.plan.batch_sizes
-    prompts = make_prompts(AutoTokenizer.from_pretrained(server.plan.checkpoint), max(requests), PROMPT_TOKENS)
+    prompts = make_prompts(AutoTokenizer.from_pretrained(local_folder(server.plan)), max(requests), PROMPT_TOKENS)
     runs: dict[int, list[RunResult]] = {count: [] for count in requests}
     for turn in tqdm(range(rounds + 1), desc=f"rounds, sizes {joined(sizes)}", unit="round"):
         for count in requests:

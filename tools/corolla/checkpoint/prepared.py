@@ -7,6 +7,7 @@ import torch
 
 from corolla.checkpoint.disk_cache import DiskCache
 from corolla.checkpoint.folder import CheckpointFolder
+from corolla.checkpoint.parts import EMBEDDING, HEAD, block_of, check_tensors
 from corolla.errors import CheckpointError
 from corolla.kernels.packing import pack, packed_weights
 from corolla.kv.device_exports import DeviceExports
@@ -14,12 +15,6 @@ from corolla.model.family import Family, Tensors, family_of
 
 FORMAT = 2
 CPU = torch.device("cpu")
-EMBEDDING, HEAD = "embedding", "head"
-
-
-def block_part(index: int) -> str:
-    """The name of a block's part."""
-    return f"block_{index:03d}"
 
 
 @dataclass(frozen=True)
@@ -61,7 +56,9 @@ class PreparedParts:
         return f"{hashlib.sha256(kind.encode()).hexdigest()[:16]}/{part}"
 
     def _prepare(self, part: str) -> Tensors:
-        tensors = {name: tensor.to(self.dtype).contiguous() for name, tensor in self._read(part).items()}
+        stored = self._read(part)
+        check_tensors(part, stored, self.checkpoint.config)
+        tensors = {name: tensor.to(self.dtype).contiguous() for name, tensor in stored.items()}
         packed = self._packed_weights(part)
         return {name: pack(tensor) if name in packed else tensor for name, tensor in tensors.items()}
 
@@ -79,9 +76,12 @@ class PreparedParts:
             return self._read_embedding(family)
         if part == HEAD:
             return self._read_head(family)
-        tensors = self._read_prefix(family, family.block_prefix.format(int(part.removeprefix("block_"))))
+        tensors = self._read_prefix(family, family.block_prefix.format(block_of(part)))
         computed = [name for name in tensors if name.endswith("rotary_emb.inv_freq")]  # stored by old checkpoints
-        return family.block_tensors({name: tensor for name, tensor in tensors.items() if name not in computed})
+        try:
+            return family.block_tensors({name: tensor for name, tensor in tensors.items() if name not in computed})
+        except RuntimeError as error:
+            raise CheckpointError(f"{part}: the tensors do not fit together ({error})") from error
 
     def _read_embedding(self, family: Family) -> Tensors:
         embedding = self._read_prefix(family, family.embedding_prefix)

@@ -14,6 +14,10 @@ def resolve_dtype(wanted: str, config: PretrainedConfig, device: str) -> DType:
 
     InvalidValueError for a dtype that cannot be served.
     """
+    if wanted == "float16" and device == "cpu":
+        raise InvalidValueError(
+            "dtype", wanted, "auto, float32, bfloat16 on CPUs, which have no arithmetic for float16"
+        )
     if wanted != "auto":
         return dtype_named(wanted)
     stored = config.dtype if config.dtype is not None else torch.float32

@@ -1,12 +1,15 @@
 """`corolla bench`: measure on this machine."""
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from corolla.bench.openmp import load_torch
 from corolla.errors import EnvironmentProblemError
+
+if TYPE_CHECKING:
+    from corolla.checkpoint.source import Source
 
 
 class Numbers(click.ParamType):
@@ -24,7 +27,19 @@ class Numbers(click.ParamType):
         return list(dict.fromkeys(convert(part, param, ctx) for part in parts))
 
 
-_CHECKPOINT = click.argument("checkpoint", type=click.Path(path_type=Path, exists=True, file_okay=False))
+class Checkpoint(click.ParamType):
+    """A local folder, or org/name@revision on the hub."""
+
+    name = "checkpoint"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """See click.ParamType."""
+        from corolla.checkpoint.source import find_source
+
+        return find_source(value)
+
+
+_CHECKPOINT = click.argument("checkpoint", type=Checkpoint())
 _DTYPE = click.option("--dtype", default="auto", show_default=True, help="auto, float32 or bfloat16.")
 _THREADS = click.option(
     "--threads", type=click.IntRange(1, 1024), default=2, show_default=True, help="Of every process."
@@ -49,7 +64,10 @@ def _max_batch_size(default: int) -> Any:
       corolla bench pictures generate.json --out pictures"""
 )
 def command() -> None:
-    """Measure a checkpoint on this machine, through a server that is started for it."""
+    """Measure a checkpoint on this machine, through a server that is started for it.
+
+    A checkpoint is a local folder, or org/name or org/name@revision on the hub.
+    """
     load_torch()
 
 
@@ -63,7 +81,7 @@ def command() -> None:
 @_ROUNDS
 @_JSON
 def generate(
-    checkpoint: Path,
+    checkpoint: "Source",
     dtype: str,
     sessions: list[int],
     max_tokens: int,
@@ -75,11 +93,11 @@ def generate(
     """Compare streamed generation through a server with `generate` of transformers, side by side."""
     from corolla.bench.figures import Setting, write_figures
     from corolla.bench.generation import compare_generation, table
-    from corolla.bench.serving import bench_server, make_plan
+    from corolla.bench.serving import bench_server, local_folder, make_plan
 
     plan = make_plan(checkpoint, dtype, threads=threads, max_batch_size=max_batch_size)
     with bench_server(plan) as server:
-        report = compare_generation(server, checkpoint, sessions, max_tokens, rounds, threads)
+        report = compare_generation(server, local_folder(plan), sessions, max_tokens, rounds, threads)
     click.echo(table(report))
     write_figures(json_file, Setting.of("generate", plan), report.to_json())
 
@@ -97,7 +115,7 @@ def generate(
 @_ROUNDS
 @_JSON
 def merged(
-    checkpoint: Path,
+    checkpoint: "Source",
     dtype: str,
     range_size: int,
     most: int,
@@ -140,7 +158,7 @@ def merged(
 @_ROUNDS
 @_JSON
 def channel(
-    checkpoint: Path,
+    checkpoint: "Source",
     dtype: str,
     capacities: list[int],
     generations: int,
@@ -184,7 +202,7 @@ def channel(
 @_ROUNDS
 @_JSON
 def sizes(
-    checkpoint: Path,
+    checkpoint: "Source",
     dtype: str,
     sizes: tuple[list[int], ...],
     requests: list[int],
@@ -219,7 +237,7 @@ def sizes(
 @_THREADS
 @_JSON
 def mirror(
-    checkpoint: Path,
+    checkpoint: "Source",
     dtype: str,
     clients: list[int],
     seconds: float,

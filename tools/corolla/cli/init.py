@@ -5,8 +5,8 @@ from pathlib import Path
 
 import click
 
-from corolla.checkpoint.folder import CheckpointFolder
 from corolla.checkpoint.resolution import resolve_dtype
+from corolla.checkpoint.source import Source, find_source, open_checkpoint
 from corolla.dtypes import DTYPES
 from corolla.errors import InvalidValueError
 from corolla.model.batch_sizes import COMPILED, DECODERS, parse_batch_sizes
@@ -25,10 +25,14 @@ from corolla.serving.parameters import parse_blocks
     epilog="""\b
     Examples:
       corolla init ./my-llama --out ./repository
-      corolla init ./my-llama --out ./repository --ranges 0:10,10:22 --dtype bfloat16"""
+      corolla init ./my-llama --out ./repository --ranges 0:10,10:22 --dtype bfloat16
+      corolla init org/name --revision v1.0 --out ./repository"""
 )
-@click.argument("checkpoint", type=click.Path(path_type=Path))
+@click.argument("checkpoint")
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder of the repository.")
+@click.option("--revision", help="Branch, tag or commit on the hub. [default: main]")
+@click.option("--token", help="For the hub; written nowhere. [default: HF_TOKEN, or that of `hf auth login`]")
+@click.option("--no-weights", is_flag=True, help="Leave the weights on the hub until a server needs them.")
 @click.option("--range-size", type=int, help="Blocks per range. [default: half of the model]")
 @click.option("--ranges", help="The ranges themselves, such as 0:4,4:8.")
 @click.option(
@@ -79,8 +83,11 @@ from corolla.serving.parameters import parse_blocks
 )
 @click.option("--relative", is_flag=True, help="Write the checkpoint's path relative to the repository.")
 def command(
-    checkpoint: Path,
+    checkpoint: str,
     out: Path,
+    revision: str | None,
+    token: str | None,
+    no_weights: bool,
     range_size: int | None,
     ranges: str | None,
     dtype: str,
@@ -93,13 +100,16 @@ def command(
     attn_cache_tokens: int,
     relative: bool,
 ) -> None:
-    """Write a model repository that serves the local Hugging Face CHECKPOINT folder.
+    """Write a model repository that serves CHECKPOINT, a local folder in Hugging Face format or org/name on the hub.
 
-    Files that are already as they should be are left alone, and so is everything else in the folder.
+    The commit that the hub has under that name now is what all processes of the server use, on any machine. Files that
+    are already as they should be are left alone, and so is everything else in the folder.
     """
-    config = CheckpointFolder(checkpoint).config
+    source = find_source(checkpoint, revision, token)
+    opened = open_checkpoint(source)
+    config = opened.config
     plan = RepositoryPlan(
-        checkpoint=Path(os.path.relpath(checkpoint.resolve(), out.resolve())) if relative else checkpoint.resolve(),
+        checkpoint=_written(source, out, relative),
         config=config,
         dtype=resolve_dtype(dtype, config, device),
         ranges=_ranges(range_size, ranges, config.num_hidden_layers),
@@ -111,10 +121,21 @@ def command(
         threads=threads,
         attn_cache_tokens=attn_cache_tokens,
     )
+    if not no_weights:
+        opened.fetch()
     changed = write_repository(plan, out)
     for file in changed:
         click.echo(f"wrote {file}")
     click.echo(f"{out}: {len(plan.ranges)} ranges in {plan.dtype.name}; start it with: corolla serve {out}")
+
+
+def _written(source: Source, out: Path, relative: bool) -> Source:
+    """What the repository is to say."""
+    if not isinstance(source, Path):
+        if relative:
+            raise InvalidValueError("--relative", source, "only with a local folder")
+        return source
+    return Path(os.path.relpath(source.resolve(), out.resolve())) if relative else source.resolve()
 
 
 def _ranges(range_size: int | None, ranges: str | None, blocks: int) -> list[range]:

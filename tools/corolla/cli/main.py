@@ -15,7 +15,7 @@ COMMANDS = {
     "demo-checkpoint": "Train the small Llama of the demo.",
     "doctor": "Check what a server needs on this machine; say what to do about what is missing.",
     "generate": "Print a text and what a running server generates after it, as it comes.",
-    "init": "Write a model repository that serves a local Hugging Face checkpoint.",
+    "init": "Write a model repository that serves a checkpoint, local or on the Hugging Face hub.",
     "make-checkpoint": "Write a Llama checkpoint with seeded random weights, for benchmarks.",
     "serve": "Serve the models of a repository until interrupted.",
     "sessions": "Look at the KV cache of a running server; open and close sessions.",

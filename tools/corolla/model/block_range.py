@@ -5,7 +5,8 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from corolla.checkpoint.prepared import PreparedParts, block_part
+from corolla.checkpoint.parts import block_part
+from corolla.checkpoint.prepared import PreparedParts
 from corolla.errors import InvalidValueError
 from corolla.kernels.build import load_kernels
 from corolla.kernels.packing import use_packed

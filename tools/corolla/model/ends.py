@@ -3,7 +3,8 @@
 import torch
 from torch import nn
 
-from corolla.checkpoint.prepared import EMBEDDING, HEAD, PreparedParts
+from corolla.checkpoint.parts import EMBEDDING, HEAD
+from corolla.checkpoint.prepared import PreparedParts
 from corolla.errors import InvalidValueError
 from corolla.kernels.build import load_kernels
 from corolla.model.family import family_of

@@ -166,7 +166,7 @@ def _backend_model(plan: RepositoryPlan, name: str, backend: str, max_batch_size
     model = ModelConfig(name=name, backend=backend, max_batch_size=max_batch_size)
     model.instance_group.append(_instance(plan))
     settings = {
-        "checkpoint": plan.checkpoint.as_posix(),
+        "checkpoint": str(plan.checkpoint),
         "dtype": plan.dtype.name,
         "threads": str(plan.threads),
         "attn_cache_tokens": str(plan.cache_tokens),

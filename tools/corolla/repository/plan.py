@@ -1,10 +1,10 @@
 """What a model repository is to contain, checked before anything is written."""
 
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from transformers import PretrainedConfig
 
+from corolla.checkpoint.source import Source
 from corolla.dtypes import DType
 from corolla.errors import InvalidValueError
 from corolla.kernels.packing import GROUPS
@@ -22,12 +22,13 @@ DEVICES = ("cpu", "cuda")
 class RepositoryPlan:
     """One server's models for one checkpoint.
 
-    `checkpoint` is written as it is: absolute, or relative to the repository's folder. `threads` 0 means one
-    per core of the machine that serves. `decoder_batch_sizes` is as parse_batch_sizes gives it, empty for the default.
-    With `mirror`, the dynamic batchers prefer these sizes; without it, which is for benchmarks, they prefer none.
+    `checkpoint` is written as it is: a commit on the hub, a path, or a path relative to the repository's folder.
+    `threads` 0 means one per core of the machine that serves. `decoder_batch_sizes` is as parse_batch_sizes gives it,
+    empty for the default. With `mirror`, the dynamic batchers prefer these sizes; without it, which is for benchmarks,
+    they prefer none.
     """
 
-    checkpoint: Path
+    checkpoint: Source
     config: PretrainedConfig
     dtype: DType
     ranges: list[range]

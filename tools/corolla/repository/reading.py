@@ -5,13 +5,14 @@ from pathlib import Path
 from google.protobuf import text_format
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
+from corolla.checkpoint.source import Source, written_source
 from corolla.dtypes import DType, dtype_named
 from corolla.errors import CheckpointError
 
 
-def checkpoint_of(repository: Path) -> Path:
-    """The checkpoint folder that a repository serves; CheckpointError when it is none of Corolla's."""
-    return (repository / _chain_parameter(repository, "checkpoint")).resolve()
+def checkpoint_of(repository: Path) -> Source:
+    """The checkpoint that a repository serves; CheckpointError when it is none of Corolla's."""
+    return written_source(_chain_parameter(repository, "checkpoint"), repository)
 
 
 def dtype_of(repository: Path) -> DType:

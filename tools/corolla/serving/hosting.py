@@ -7,8 +7,8 @@ import os
 import torch
 
 from corolla.checkpoint.disk_cache import DiskCache
-from corolla.checkpoint.folder import CheckpointFolder
 from corolla.checkpoint.prepared import PreparedParts
+from corolla.checkpoint.source import open_checkpoint
 from corolla.kv.device_exports import DeviceExports
 from corolla.kv.layout import KVLayout
 from corolla.kv.run_directory import run_directory
@@ -26,7 +26,7 @@ class Host:
         logging.getLogger("corolla").setLevel(logging.INFO)
         torch.set_num_threads(model.threads or len(os.sched_getaffinity(0)))
         self.model = model
-        self.checkpoint = CheckpointFolder(model.checkpoint)
+        self.checkpoint = open_checkpoint(model.checkpoint)
         self.directory = run_directory()
         self.layout = KVLayout.of(self.checkpoint.config, model.dtype.name, model.attn_cache_tokens, model.page_size)
         on_device = model.device.type != "cpu"

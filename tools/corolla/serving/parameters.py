@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from corolla.checkpoint.source import Source, written_source
 from corolla.dtypes import DType, dtype_named
 from corolla.errors import CorollaError, InvalidValueError
 from corolla.model.batch_sizes import EAGER, check_decoder, joined, parse_batch_sizes, preferred_batch_sizes
@@ -21,7 +22,7 @@ class ServedModel:
     """
 
     name: str
-    checkpoint: Path
+    checkpoint: Source
     device: torch.device
     dtype: DType
     blocks: range
@@ -46,7 +47,7 @@ class ServedModel:
         try:
             return cls(
                 name=config["name"],
-                checkpoint=(repository / values["checkpoint"]).resolve(),
+                checkpoint=written_source(values["checkpoint"], repository),
                 device=_device(arguments),
                 dtype=dtype_named(values["dtype"]),
                 blocks=parse_blocks(values["blocks"]) if "blocks" in values else range(0),
