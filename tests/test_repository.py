@@ -329,6 +329,15 @@ def test_config_that_disagrees_with_its_decoders_is_refused(
         served_model(tmp_path, model)
 
 
+def test_a_maximum_of_one_loads_with_the_preferred_size_that_triton_fills_in(grouped: Served, tmp_path: Path) -> None:
+    init(grouped.checkpoint, "--out", tmp_path, "--max-batch-size", "1")
+    file = tmp_path / "chain" / "config.pbtxt"
+    config = text_format.Parse(file.read_text(), ModelConfig())
+    config.dynamic_batching.preferred_batch_size.append(1)
+    file.write_text(text_format.MessageToString(config))
+    assert served_model(tmp_path, "chain").decoder_batch_sizes == (1,)
+
+
 def test_the_eager_decoder_prefers_no_sizes_and_packs_nothing(grouped: Served, tmp_path: Path) -> None:
     init(grouped.checkpoint, "--out", tmp_path, "--decoder", "eager")
     assert list(read_models(tmp_path)["chain"].dynamic_batching.preferred_batch_size) == []

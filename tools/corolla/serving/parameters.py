@@ -79,7 +79,10 @@ def _decoder_batch_sizes(config: dict[str, Any], values: dict[str, str]) -> tupl
     sizes = parse_batch_sizes(values["decoder_batch_sizes"], _natural(values, "max_batch_size"))
     if "dynamic_batching" in config and "blocks" in values and values["mirror"] == "true":
         batching = config["dynamic_batching"]
-        found = (config["max_batch_size"], sorted(map(int, batching.get("preferred_batch_size", []))))
+        preferred = sorted(map(int, batching.get("preferred_batch_size", [])))
+        if sizes[0] == 1 and preferred == [1]:
+            preferred = []  # Triton fills in the maximum where no size is preferred
+        found = (config["max_batch_size"], preferred)
         delay = int(batching.get("max_queue_delay_microseconds", 0))
         if found != (sizes[0], preferred_batch_sizes(sizes)) or delay == 0:
             raise CorollaError(
