@@ -23,6 +23,7 @@ from corolla.model.programs import ProgramSpec
 
 OPTIONS = {
     "aot_inductor.compile_wrapper_opt_level": "O0",  # a third of the time of O1, and calls do not get slower
+    "cpp.vec_isa_ok": True,  # trying out what the processor says of itself takes longer than compiling
     "cpp.threads": 1,  # what is between our kernels is short, and OpenMP's threads would compete with theirs
 }
 
