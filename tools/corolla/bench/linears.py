@@ -13,7 +13,7 @@ from corolla.kernels.build import load_kernels
 from corolla.model.linears import use_linears
 from corolla.quantization import INT8, NF4, NONE
 
-COPIES_BYTES = 128 * 2**20
+COPIES_BYTES, MOST_COPIES = 128 * 2**20, 64
 """Copies of the weight are used in turn, so that no cache holds the next one."""
 
 KERNELS = {
@@ -50,7 +50,8 @@ def measure_linears(
     for name, (quant, packed) in KERNELS.items():
         stored = stored_weight(weight, quant, packed=packed)
         size = sum(tensor.nbytes for tensor in stored.values())
-        layers = [_layer(stored, weight, quant, packed=packed) for _ in range(max(2, COPIES_BYTES // size))]
+        copies = min(MOST_COPIES, max(2, COPIES_BYTES // size))
+        layers = [_layer(stored, weight, quant, packed=packed) for _ in range(copies)]
         results += [LinearTime(name, len(x), _best(layers, x, rounds), size) for x in given]
     return results
 
