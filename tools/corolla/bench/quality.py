@@ -1,6 +1,5 @@
-"""What quantization costs in quality: perplexity of a text that the checkpoint has not learnt."""
+"""What quantization costs in quality: perplexity of a text, and how often another token is the most likely one."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,11 +24,12 @@ KINDS = ((NONE, COMPILED), (INT8, COMPILED), (INT8, EAGER), (NF4, COMPILED), (NF
 
 @dataclass(frozen=True)
 class Quality:
-    """`perplexity` of the text; `size` is what the blocks take, in bytes."""
+    """`perplexity` of the text; the `best` token at each of its positions; `size` of the blocks in bytes."""
 
     quant: str
     decoder: str
     perplexity: float
+    best: torch.Tensor
     size: int
 
 
@@ -58,28 +58,28 @@ def _measure(
     parts = PreparedParts(folder, dtype, DiskCache.default(), packed=decoder == COMPILED, quant=quant)
     blocks = BlockRange(parts, range(folder.config.num_hidden_layers))
     embedding, head = Embedding(parts), Head(parts)
-    total = sum(_loss(head(blocks.forward(embedding(ids[:, :-1]))), ids[:, 1:]) for ids in windows)
+    losses, best = [], []
+    for ids in windows:
+        logits = head(blocks.forward(embedding(ids[:, :-1])))[0]
+        losses.append(torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="none"))
+        best.append(logits.argmax(-1))
     size = sum(tensor.nbytes for index in blocks.blocks for tensor in parts.load(block_part(index)).values())
-    return Quality(quant, decoder, math.exp(total / sum(ids.shape[1] - 1 for ids in windows)), size)
-
-
-def _loss(logits: torch.Tensor, targets: torch.Tensor) -> float:
-    """The sum over all positions of minus the logarithm of the target's probability."""
-    return float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum"))
+    return Quality(quant, decoder, float(torch.cat(losses).double().mean().exp()), torch.cat(best), size)
 
 
 def table(results: Sequence[Quality]) -> str:
     """The results as Markdown, each beside the first."""
     base = results[0]
     changes = [100 * (r.perplexity / base.perplexity - 1) for r in results]
+    same = [100 * float((r.best == base.best).double().mean()) for r in results]
     kernels = {COMPILED: "Corolla", EAGER: "bitsandbytes"}
     return markdown(
-        ["weights", "kernels", "perplexity", "change", "blocks, MiB", "of their size"],
+        ["weights", "kernels", "perplexity", "change", "same best token", "blocks, MiB", "of their size"],
         (
             [
-                r.quant, kernels[r.decoder], f"{r.perplexity:.3f}", f"{change:+.2f} %", f"{r.size / 2**20:.2f}",
-                f"{r.size / base.size:.2f}",
+                r.quant, kernels[r.decoder], f"{r.perplexity:.3f}", f"{change:+.2f} %",
+                f"{equal:.1f} %", f"{r.size / 2**20:.2f}", f"{r.size / base.size:.2f}",
             ]
-            for r, change in zip(results, changes, strict=True)
+            for r, change, equal in zip(results, changes, same, strict=True)
         ),
     )  # fmt: skip

@@ -273,12 +273,12 @@ def mirror(
 @_DTYPE
 @click.option(
     "--text", "files", multiple=True, required=True, type=click.Path(path_type=Path, exists=True, dir_okay=False),
-    help="Text that the checkpoint has not learnt; may be given several times.",
+    help="Text to predict; may be given several times.",
 )  # fmt: skip
 @click.option("--window", type=click.IntRange(2), default=256, show_default=True, help="Tokens seen at once.")
 @_THREADS
 def quality(checkpoint: Path, dtype: str, files: tuple[Path, ...], window: int, threads: int) -> None:
-    """Compare the perplexity of quantized weights, on our kernels and on those of bitsandbytes, in this process."""
+    """Compare what quantized weights predict, on our kernels and on those of bitsandbytes, in this process."""
     import torch
 
     from corolla.bench.quality import measure_quality, table
