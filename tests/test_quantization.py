@@ -24,7 +24,8 @@ from corolla.checkpoint.bitsandbytes import functional, layers
 from corolla.checkpoint.disk_cache import DiskCache
 from corolla.checkpoint.folder import CheckpointFolder
 from corolla.checkpoint.linear_weights import stored_weight
-from corolla.checkpoint.prepared import EMBEDDING, HEAD, PreparedParts, block_part
+from corolla.checkpoint.parts import EMBEDDING, HEAD, block_part
+from corolla.checkpoint.prepared import PreparedParts
 from corolla.cli.main import cli
 from corolla.errors import CheckpointError, InvalidValueError
 from corolla.kernels.build import load_kernels

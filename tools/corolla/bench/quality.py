@@ -11,11 +11,13 @@ from transformers import AutoTokenizer
 from corolla.bench.tables import markdown
 from corolla.checkpoint.disk_cache import DiskCache
 from corolla.checkpoint.folder import CheckpointFolder
-from corolla.checkpoint.prepared import PreparedParts, block_part
+from corolla.checkpoint.parts import block_part
+from corolla.checkpoint.prepared import PreparedParts
 from corolla.errors import InvalidValueError
 from corolla.model.batch_sizes import COMPILED, EAGER
 from corolla.model.block_range import BlockRange
 from corolla.model.ends import Embedding, Head
+from corolla.model.shape import ModelShape
 from corolla.quantization import INT8, NF4, NONE
 
 KINDS = ((NONE, COMPILED), (INT8, COMPILED), (INT8, EAGER), (NF4, COMPILED), (NF4, EAGER))
@@ -33,10 +35,9 @@ class Quality:
     size: int
 
 
-def measure_quality(checkpoint: Path, dtype: torch.dtype, texts: Sequence[str], window: int) -> list[Quality]:
+def measure_quality(folder: CheckpointFolder, dtype: torch.dtype, texts: Sequence[str], window: int) -> list[Quality]:
     """Each token of all texts but the first of every window of `window` tokens is predicted from those before it."""
-    folder = CheckpointFolder(checkpoint)
-    windows = _windows(checkpoint, texts, window, folder.config.max_position_embeddings)
+    windows = _windows(folder.path, texts, window, ModelShape.of(folder.config).context_length)
     return [_measure(folder, dtype, *kind, windows) for kind in tqdm(KINDS, desc="quantizations")]
 
 

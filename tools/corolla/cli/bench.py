@@ -277,17 +277,18 @@ def mirror(
 )  # fmt: skip
 @click.option("--window", type=click.IntRange(2), default=256, show_default=True, help="Tokens seen at once.")
 @_THREADS
-def quality(checkpoint: Path, dtype: str, files: tuple[Path, ...], window: int, threads: int) -> None:
+def quality(checkpoint: "Source", dtype: str, files: tuple[Path, ...], window: int, threads: int) -> None:
     """Compare what quantized weights predict, on our kernels and on those of bitsandbytes, in this process."""
     import torch
 
     from corolla.bench.quality import measure_quality, table
-    from corolla.checkpoint.folder import CheckpointFolder
     from corolla.checkpoint.resolution import resolve_dtype
+    from corolla.checkpoint.source import open_checkpoint
 
     torch.set_num_threads(threads)
-    chosen = resolve_dtype(dtype, CheckpointFolder(checkpoint).config, "cpu")
-    click.echo(table(measure_quality(checkpoint, chosen.torch, [file.read_text() for file in files], window)))
+    opened = open_checkpoint(checkpoint)
+    chosen = resolve_dtype(dtype, opened.config, "cpu")
+    click.echo(table(measure_quality(opened, chosen.torch, [file.read_text() for file in files], window)))
 
 
 @command.command(epilog="Example: corolla bench linears --outputs 5632 --inputs 2048")
