@@ -98,7 +98,7 @@ class LocalServer:
             table=self.table,
             log=self._token_log,
             run_ranges=self._prefill,
-            limits=EngineLimits(self._plan.max_short_tokens, self._plan.batch_channel_capacity),
+            limits=EngineLimits(self._plan.short_tokens, self._plan.batch_channel_capacity),
         )
 
     def _prefill(self, hidden_states: torch.Tensor, session_id: str, start: int) -> None:

@@ -182,7 +182,7 @@ def bench(*arguments: object) -> Result:
     return CliRunner().invoke(cli, ["bench", *map(str, arguments)], catch_exceptions=False)
 
 
-@pytest.mark.parametrize("name", [*DRAWINGS, "pictures"])
+@pytest.mark.parametrize("name", [*DRAWINGS, "linears", "pictures", "quality"])
 def test_every_benchmark_explains_itself_with_an_example(name: str) -> None:
     assert f"Example: corolla bench {name} " in bench(name, "--help").output
 
@@ -204,6 +204,19 @@ def test_benchmarks_run_and_can_be_drawn(tmp_path: Path, suite_cache: Path, monk
         run_benchmarks(checkpoint, tmp_path)
 
 
+def compare_quantizations(checkpoint: Path, folder: Path) -> None:
+    """The benchmarks that need no server."""
+    text = folder / "text.txt"
+    text.write_text("t1 t2 t3 t4 t5")
+    result = bench("quality", checkpoint, "--dtype", "float32", "--threads", 1, "--text", text, "--window", 3)
+    assert result.exit_code == 0, result.output
+    kinds = [line.split(" | ")[:2] for line in result.output.splitlines() if line.startswith(("| int8", "| nf4"))]
+    assert kinds == [[f"| {quant}", kernels] for quant in ("int8", "nf4") for kernels in ("Corolla", "bitsandbytes")]
+    result = bench("linears", "--outputs", 64, "--inputs", 64, "--rows", "1,2", "--threads", 1, "--rounds", 1)
+    assert result.exit_code == 0, result.output
+    assert "| Corolla, nf4 | 0.0 | " in result.output
+
+
 def run_benchmarks(checkpoint: Path, folder: Path) -> None:
     """Every subcommand as briefly as it can."""
     options: dict[str, tuple[object, ...]] = {
@@ -217,6 +230,7 @@ def run_benchmarks(checkpoint: Path, folder: Path) -> None:
         "sizes": ("--sizes", "4,1", "--requests", "1,3", "--max-tokens", 4, "--rounds", 1),
         "mirror": ("--clients", "2", "--seconds", 0.2, "--max-batch-size", 4),
     }  # fmt: skip
+    compare_quantizations(checkpoint, folder)
     figures = {}
     for name, chosen in options.items():
         file = folder / f"{name}.json"

@@ -19,6 +19,7 @@ from corolla.errors import EnvironmentProblemError
 from corolla.kernels import build
 from corolla.kernels.ops import paged_attention
 from corolla.kernels.packing import pack, unpack
+from corolla.kernels.quantized_packing import pack_int8, pack_nf4
 from corolla.model.alibi import alibi_slopes
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -148,8 +149,25 @@ def test_paged_attention_of_one_session_is_causal_attention() -> None:
         torch.testing.assert_close(function(query, key, value, *arguments), expected, rtol=0, atol=1e-5)
 
 
-def test_the_portable_kernels_compute_the_same(suite_cache: Path) -> None:
+def quantized_cases() -> list[tuple[str, tuple[object, ...], torch.Tensor]]:
+    """Operators for quantized weights, arguments and results."""
+    generator = torch.Generator().manual_seed(0)
+    numbers = torch.randint(16, (70, 96), dtype=torch.uint8, generator=generator)
+    cases = []
+    for dtype in DTYPES:
+        x, bias = random(9, 96, dtype=dtype), random(70, dtype=dtype, seed=1)
+        for name, packed in (
+            ("packed_linear_int8", pack_int8(numbers.char() - 8, torch.rand(70, generator=generator), dtype)),
+            ("packed_linear_nf4", pack_nf4(numbers, torch.rand(105, generator=generator), dtype)),
+        ):
+            arguments = (x, *packed.values(), bias, 70)
+            cases.append((name, arguments, getattr(torch.ops.corolla, name)(*arguments)))
+    return cases
+
+
+def test_the_portable_kernels_compute_the_same(suite_cache: Path, tmp_path: Path) -> None:
     """In a process of its own: they take the place of the others."""
+    torch.save(quantized_cases(), tmp_path / "cases")
     portable = build.build(DiskCache(suite_cache, None), ("-DCOROLLA_PORTABLE",))
     code = (
         "import sys, torch; from pathlib import Path; from corolla.kernels import build, ops; "
@@ -158,9 +176,12 @@ def test_the_portable_kernels_compute_the_same(suite_cache: Path) -> None:
         "    x, w, b = torch.randn(9, 51).to(dtype), torch.randn(70, 51).to(dtype), torch.randn(70).to(dtype)\n"
         "    expected = torch.nn.functional.linear(x.float(), w.float(), b.float()).to(dtype)\n"
         "    result = torch.ops.corolla.packed_linear(x, pack(w), b, 70)\n"
-        "    torch.testing.assert_close(result, expected, rtol=1e-2, atol=atol)"
+        "    torch.testing.assert_close(result, expected, rtol=1e-2, atol=atol)\n"
+        "for name, arguments, expected in torch.load(sys.argv[2]):\n"
+        "    result = getattr(torch.ops.corolla, name)(*arguments)\n"
+        "    torch.testing.assert_close(result, expected, rtol=1e-2, atol=1e-2)"
     )
-    subprocess.run([sys.executable, "-c", code, str(portable)], check=True)
+    subprocess.run([sys.executable, "-c", code, str(portable), str(tmp_path / "cases")], check=True)
 
 
 def test_without_a_compiler_the_error_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,7 +109,7 @@ def measure_channel(plan: RepositoryPlan, capacities: Sequence[int], burst: Burs
     with local_models(plan, WatchedTable) as models:
         for turn in tqdm(range(rounds + 1), desc="rounds", unit="round"):
             for capacity in capacities:
-                result = _run(models, EngineLimits(plan.max_short_tokens, capacity), requests, burst)
+                result = _run(models, EngineLimits(plan.short_tokens, capacity), requests, burst)
                 memory[capacity] = psutil.Process().memory_full_info().pss
                 if turn:
                     results[capacity].append(result)

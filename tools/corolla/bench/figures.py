@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from corolla.errors import CorollaError
+from corolla.quantization import NONE
 from corolla.repository.plan import RepositoryPlan
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Which benchmark was run on which checkpoint; `threads` per process."""
+    """Which benchmark was run on which checkpoint; `dtype` with the quantization, if any; `threads` per process."""
 
     benchmark: str
     checkpoint: str
@@ -21,7 +22,8 @@ class Setting:
     @classmethod
     def of(cls, benchmark: str, plan: RepositoryPlan) -> "Setting":
         """The setting of a benchmark of what a plan serves."""
-        return cls(benchmark, plan.checkpoint.name, plan.dtype.name, plan.threads)
+        dtype = plan.dtype.name if plan.quant == NONE else f"{plan.dtype.name}-{plan.quant}"
+        return cls(benchmark, plan.checkpoint.name, dtype, plan.threads)
 
 
 def write_figures(file: Path | None, setting: Setting, figures: dict[str, Any]) -> None:

@@ -70,9 +70,10 @@ def _served_chain(plan: RepositoryPlan) -> ServedModel:
         threads=plan.threads,
         attn_cache_tokens=plan.cache_tokens,
         page_size=plan.page_size,
-        max_short_tokens=plan.max_short_tokens,
+        max_short_tokens=plan.short_tokens,
         decoder_batch_sizes=plan.batch_sizes if plan.decoder == COMPILED else (),
         batch_channel_capacity=plan.batch_channel_capacity,
+        quant=plan.quant,
     )
 
 

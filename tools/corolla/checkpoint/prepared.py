@@ -7,11 +7,13 @@ import torch
 
 from corolla.checkpoint.disk_cache import DiskCache
 from corolla.checkpoint.folder import CheckpointFolder
+from corolla.checkpoint.linear_weights import stored_weight
 from corolla.checkpoint.parts import EMBEDDING, HEAD, block_of, check_tensors
 from corolla.errors import CheckpointError
-from corolla.kernels.packing import pack, packed_weights
+from corolla.kernels.packing import expert_names, linear_names, pack
 from corolla.kv.device_exports import DeviceExports
 from corolla.model.family import Family, Tensors, family_of
+from corolla.quantization import NONE
 
 FORMAT = 2
 CPU = torch.device("cpu")
@@ -22,8 +24,8 @@ class PreparedParts:
     """The parts of one checkpoint in one dtype: `embedding`, `head` (final norm and output projection), blocks.
 
     With `packed`, the weights of linear layers are stored as the CPU kernels read them; see
-    corolla.kernels.packing. A part's name in the cache depends on the checkpoint's files, the dtype, `packed` and
-    FORMAT, so a changed checkpoint is prepared anew.
+    corolla.kernels.packing. Those of blocks are quantized as `quant` says. A part's name in the cache depends on the
+    checkpoint's files, the dtype, `packed`, `quant` and FORMAT, so a changed checkpoint is prepared anew.
     """
 
     checkpoint: CheckpointFolder
@@ -32,6 +34,7 @@ class PreparedParts:
     device: torch.device = CPU
     exports: DeviceExports | None = None
     packed: bool = False
+    quant: str = NONE
 
     @property
     def generation(self) -> int:
@@ -53,22 +56,32 @@ class PreparedParts:
 
     def _name(self, part: str) -> str:
         kind = f"{FORMAT}:{self.checkpoint.fingerprint()}:{self.dtype}:{'packed' if self.packed else 'plain'}"
+        kind += f":{quant}" if (quant := self._quant_of(part)) != NONE else ""
         return f"{hashlib.sha256(kind.encode()).hexdigest()[:16]}/{part}"
 
     def _prepare(self, part: str) -> Tensors:
-        stored = self._read(part)
-        check_tensors(part, stored, self.checkpoint.config)
-        tensors = {name: tensor.to(self.dtype).contiguous() for name, tensor in stored.items()}
-        packed = self._packed_weights(part)
-        return {name: pack(tensor) if name in packed else tensor for name, tensor in tensors.items()}
+        read = self._read(part)
+        check_tensors(part, read, self.checkpoint.config)
+        tensors = {name: tensor.to(self.dtype).contiguous() for name, tensor in read.items()}
+        linears, experts = self._matrices(part)
+        for layer in linears:
+            stored = stored_weight(tensors.pop(f"{layer}.weight"), self._quant_of(part), packed=self.packed)
+            tensors |= {f"{layer}.{name}": tensor for name, tensor in stored.items()}
+        return tensors | {name: pack(tensors[name]) for name in experts if self.packed}
 
-    def _packed_weights(self, part: str) -> set[str]:
-        if not self.packed or part == EMBEDDING:
-            return set()
+    def _quant_of(self, part: str) -> str:
+        """Like transformers, which leaves the ends of the model in their dtype."""
+        return NONE if part in (EMBEDDING, HEAD) else self.quant
+
+    def _matrices(self, part: str) -> tuple[list[str], list[str]]:
+        """The names of the linear layers, whose weights may be packed or quantized, and of weights of experts."""
+        if part == EMBEDDING:
+            return [], []
         if part == HEAD:
-            return {"projection.weight"}
+            return ["projection"], []
         with torch.device("meta"):
-            return packed_weights(family_of(self.checkpoint.config).block(self.checkpoint.config, 0))
+            block = family_of(self.checkpoint.config).block(self.checkpoint.config, 0)
+        return linear_names(block), expert_names(block)
 
     def _read(self, part: str) -> Tensors:
         family = family_of(self.checkpoint.config)

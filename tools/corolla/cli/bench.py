@@ -7,6 +7,7 @@ import click
 
 from corolla.bench.openmp import load_torch
 from corolla.errors import EnvironmentProblemError
+from corolla.quantization import NONE, QUANTS
 
 if TYPE_CHECKING:
     from corolla.checkpoint.source import Source
@@ -41,6 +42,7 @@ class Checkpoint(click.ParamType):
 
 _CHECKPOINT = click.argument("checkpoint", type=Checkpoint())
 _DTYPE = click.option("--dtype", default="auto", show_default=True, help="auto, float32 or bfloat16.")
+_QUANT = click.option("--quant", type=click.Choice(QUANTS), default=NONE, show_default=True, help="Of the server.")
 _THREADS = click.option(
     "--threads", type=click.IntRange(1, 1024), default=2, show_default=True, help="Of every process."
 )
@@ -74,6 +76,7 @@ def command() -> None:
 @command.command(epilog="Example: corolla bench generate .cache/demo-checkpoint --sessions 1,4 --json figures.json")
 @_CHECKPOINT
 @_DTYPE
+@_QUANT
 @click.option("--sessions", type=Numbers(1, 64), default="1,4,8,16", show_default=True, help="Generations at once.")
 @_MAX_TOKENS
 @_max_batch_size(16)
@@ -83,6 +86,7 @@ def command() -> None:
 def generate(
     checkpoint: "Source",
     dtype: str,
+    quant: str,
     sessions: list[int],
     max_tokens: int,
     max_batch_size: int,
@@ -90,12 +94,15 @@ def generate(
     rounds: int,
     json_file: Path | None,
 ) -> None:
-    """Compare streamed generation through a server with `generate` of transformers, side by side."""
+    """Compare streamed generation through a server with `generate` of transformers, side by side.
+
+    transformers is never quantized.
+    """
     from corolla.bench.figures import Setting, write_figures
     from corolla.bench.generation import compare_generation, table
     from corolla.bench.serving import bench_server, local_folder, make_plan
 
-    plan = make_plan(checkpoint, dtype, threads=threads, max_batch_size=max_batch_size)
+    plan = make_plan(checkpoint, dtype, threads=threads, max_batch_size=max_batch_size, quant=quant)
     with bench_server(plan) as server:
         report = compare_generation(server, local_folder(plan), sessions, max_tokens, rounds, threads)
     click.echo(table(report))
@@ -105,6 +112,7 @@ def generate(
 @command.command(epilog="Example: corolla bench merged .cache/demo-checkpoint --most 256 --json merged.json")
 @_CHECKPOINT
 @_DTYPE
+@_QUANT
 @click.option("--range-size", type=click.IntRange(1), default=1, show_default=True, help="Blocks of one range.")
 @click.option("--most", type=click.IntRange(1, 4096), default=1024, show_default=True, help="Positions of a step.")
 @click.option("--repetitions", type=click.IntRange(1, 1000), default=20, show_default=True, help="Per length, at most.")
@@ -117,6 +125,7 @@ def generate(
 def merged(
     checkpoint: "Source",
     dtype: str,
+    quant: str,
     range_size: int,
     most: int,
     repetitions: int,
@@ -137,7 +146,7 @@ def merged(
     from corolla.bench.merged import measure_merged, table
     from corolla.bench.serving import bench_server, make_plan
 
-    plan = make_plan(checkpoint, dtype, range_size, threads=threads, max_batch_size=max_batch_size)
+    plan = make_plan(checkpoint, dtype, range_size, threads=threads, max_batch_size=max_batch_size, quant=quant)
     with bench_server(plan) as server:
         report = measure_merged(server, most, Effort(repetitions, seconds), steps, rounds)
     click.echo(table(report))
@@ -257,6 +266,44 @@ def mirror(
             results += measure_mirror(server, clients, seconds)
     click.echo(table(results))
     write_figures(json_file, Setting.of("mirror", plan), to_json(results))
+
+
+@command.command(epilog="Example: corolla bench quality .cache/demo-checkpoint --text docs/protocol.md")
+@_CHECKPOINT
+@_DTYPE
+@click.option(
+    "--text", "files", multiple=True, required=True, type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="Text to predict; may be given several times.",
+)  # fmt: skip
+@click.option("--window", type=click.IntRange(2), default=256, show_default=True, help="Tokens seen at once.")
+@_THREADS
+def quality(checkpoint: "Source", dtype: str, files: tuple[Path, ...], window: int, threads: int) -> None:
+    """Compare what quantized weights predict, on our kernels and on those of bitsandbytes, in this process."""
+    import torch
+
+    from corolla.bench.quality import measure_quality, table
+    from corolla.checkpoint.resolution import resolve_dtype
+    from corolla.checkpoint.source import open_checkpoint
+
+    torch.set_num_threads(threads)
+    opened = open_checkpoint(checkpoint)
+    chosen = resolve_dtype(dtype, opened.config, "cpu")
+    click.echo(table(measure_quality(opened, chosen.torch, [file.read_text() for file in files], window)))
+
+
+@command.command(epilog="Example: corolla bench linears --outputs 5632 --inputs 2048")
+@click.option("--outputs", type=click.IntRange(1), default=5632, show_default=True)
+@click.option("--inputs", type=click.IntRange(1), default=2048, show_default=True)
+@click.option("--dtype", type=click.Choice(["bfloat16", "float32"]), default="bfloat16", show_default=True)
+@click.option("--rows", type=Numbers(1, 4096), default="1,4,8,16,128", show_default=True, help="Rows of a call.")
+@_THREADS
+@_ROUNDS
+def linears(outputs: int, inputs: int, dtype: str, rows: list[int], threads: int, rounds: int) -> None:
+    """Compare the kernels of one linear layer, quantized or not, in this process."""
+    from corolla.bench.linears import measure_linears, table
+    from corolla.dtypes import dtype_named
+
+    click.echo(table(measure_linears(outputs, inputs, dtype_named(dtype).torch, rows, threads, rounds)))
 
 
 @command.command(epilog="Example: corolla bench pictures generate.json merged.json --out docs/pictures")

@@ -10,6 +10,7 @@ from corolla.checkpoint.source import Source, find_source, open_checkpoint
 from corolla.dtypes import DTYPES
 from corolla.errors import InvalidValueError
 from corolla.model.batch_sizes import COMPILED, DECODERS, parse_batch_sizes
+from corolla.quantization import NONE, QUANTS, default_quant
 from corolla.repository.plan import (
     DEFAULT_BATCH_CHANNEL_CAPACITY,
     DEFAULT_MAX_BATCH_SIZE,
@@ -41,6 +42,11 @@ from corolla.serving.parameters import parse_blocks
     default="auto",
     show_default=True,
     help="auto: the checkpoint's own, but bfloat16 for float32.",
+)
+@click.option(
+    "--quant",
+    type=click.Choice(QUANTS),
+    help="How the blocks' linear layers are quantized. [default: none on CPUs, nf4 on CUDA]",
 )
 @click.option("--device", type=click.Choice(DEVICES), default="cpu", show_default=True)
 @click.option(
@@ -91,6 +97,7 @@ def command(
     range_size: int | None,
     ranges: str | None,
     dtype: str,
+    quant: str | None,
     device: str,
     max_batch_size: int,
     decoder: str,
@@ -120,13 +127,15 @@ def command(
         batch_channel_capacity=batch_channel_capacity,
         threads=threads,
         attn_cache_tokens=attn_cache_tokens,
+        quant=quant or default_quant(device),
     )
     if not no_weights:
         opened.fetch()
     changed = write_repository(plan, out)
     for file in changed:
         click.echo(f"wrote {file}")
-    click.echo(f"{out}: {len(plan.ranges)} ranges in {plan.dtype.name}; start it with: corolla serve {out}")
+    weights = plan.dtype.name if plan.quant == NONE else f"{plan.quant} and {plan.dtype.name}"
+    click.echo(f"{out}: {len(plan.ranges)} ranges in {weights}; start it with: corolla serve {out}")
 
 
 def _written(source: Source, out: Path, relative: bool) -> Source:

@@ -1,4 +1,4 @@
-"""The operators of the compiled decoder: `packed_linear`, `expert_linear` and `paged_attention` of `torch.ops.corolla`.
+"""The operators of the compiled decoder, in `torch.ops.corolla`: linear layers on packed weights, and paged attention.
 
 CPU tensors take the kernels of cpu.cpp, loaded by build.py; every other device takes what PyTorch offers.
 """
@@ -10,6 +10,10 @@ from corolla.model.alibi import alibi_mask
 
 _library = torch.library.Library("corolla", "DEF")
 _library.define("packed_linear(Tensor x, Tensor weight, Tensor? bias, int out_features) -> Tensor")
+for _kind in ("int8", "nf4"):
+    _library.define(
+        f"packed_linear_{_kind}(Tensor x, Tensor weight, Tensor scales, Tensor? bias, int out_features) -> Tensor"
+    )
 _library.define(
     "paged_attention(Tensor query, Tensor key, Tensor value, Tensor(a!) keys, Tensor(b!) values, Tensor pages, "
     "Tensor positions, float scale, int window=0, Tensor? slopes=None) -> Tensor"
@@ -20,6 +24,14 @@ _library.define("expert_linear(Tensor x, Tensor weight, Tensor experts, int out_
 @torch.library.register_fake("corolla::packed_linear", lib=_library)
 def _packed_linear_shape(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out_features: int
+) -> torch.Tensor:
+    return x.new_empty((*x.shape[:-1], out_features))
+
+
+@torch.library.register_fake("corolla::packed_linear_int8", lib=_library)
+@torch.library.register_fake("corolla::packed_linear_nf4", lib=_library)
+def _quantized_linear_shape(
+    x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, out_features: int
 ) -> torch.Tensor:
     return x.new_empty((*x.shape[:-1], out_features))
 

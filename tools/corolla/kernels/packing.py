@@ -5,6 +5,8 @@ a feature side by side (2 for bfloat16, as the AVX512_BF16 dot product takes the
 tiles from end to end, so every processor's prefetcher follows. Missing features and inputs are zeros.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
@@ -19,12 +21,15 @@ def packed_shape(out_features: int, in_features: int, dtype: torch.dtype) -> tup
     return -(-out_features // TILE), -(-in_features // group), TILE, group
 
 
-def pack(weight: torch.Tensor) -> torch.Tensor:
-    """The weight [out_features, in_features] of a linear layer, packed; with a dimension of experts in front, each."""
+def pack(weight: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """The weight [out_features, in_features] of a linear layer, packed; with a dimension of experts in front, each.
+
+    It is packed for inputs of `dtype`, else of its own.
+    """
     if weight.ndim == 3:
         return torch.stack([pack(expert) for expert in weight])
     outputs, inputs = weight.shape
-    group = GROUPS[weight.dtype]
+    group = GROUPS[dtype or weight.dtype]
     padded = nn.functional.pad(weight, (0, -inputs % group, 0, -outputs % TILE))
     return padded.view(-1, TILE, padded.shape[1] // group, group).transpose(1, 2).contiguous()
 
@@ -43,7 +48,7 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.out_features = linear.out_features
         shape = packed_shape(linear.out_features, linear.in_features, dtype)
-        self.weight = nn.Parameter(torch.empty(shape, device=linear.weight.device), requires_grad=False)
+        self.weight = nn.Parameter(torch.empty(shape, dtype=dtype, device=linear.weight.device), requires_grad=False)
         self.bias = linear.bias
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -81,20 +86,33 @@ class PackedExperts(nn.Module):
 def _empty_experts(plain: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
     experts, outputs, inputs = plain.shape
     shape = (experts, *packed_shape(outputs, inputs, dtype))
-    return nn.Parameter(torch.empty(shape, device=plain.device), requires_grad=False)
+    return nn.Parameter(torch.empty(shape, dtype=dtype, device=plain.device), requires_grad=False)
 
 
-def packed_weights(module: nn.Module) -> set[str]:
-    """The names of a module's weights that are packed: those of linear layers and of experts."""
-    linear = {f"{name}.weight" for name, child in module.named_modules() if isinstance(child, nn.Linear)}
-    return linear | {name for name, weight in module.named_parameters() if weight.ndim == 3}
+def linear_names(module: nn.Module) -> list[str]:
+    """The names of a module's linear layers."""
+    return [name for name, child in module.named_modules() if isinstance(child, nn.Linear)]
 
 
-def use_packed(module: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Replaces the linear layers and experts inside a module, whose weights of `dtype` are loaded afterwards."""
-    for owner in {name.rpartition(".")[0] for name in packed_weights(module)}:
-        parent, _, child = owner.rpartition(".")
-        plain = module.get_submodule(owner)
-        packed = PackedLinear(plain, dtype) if isinstance(plain, nn.Linear) else PackedExperts(plain, dtype)
-        setattr(module.get_submodule(parent), child, packed)
+def expert_names(module: nn.Module) -> list[str]:
+    """The names of the weights of a module's experts."""
+    return [name for name, weight in module.named_parameters() if weight.ndim == 3]
+
+
+def replace_linears(module: nn.Module, make: Callable[[nn.Linear], nn.Module]) -> nn.Module:
+    """Replaces the linear layers inside a module by what `make` makes of each; weights are loaded afterwards."""
+    for name in linear_names(module):
+        _replace(module, name, make(module.get_submodule(name)))  # type: ignore[arg-type]
     return module
+
+
+def use_packed_experts(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Replaces the experts inside a module, whose weights of `dtype` are loaded afterwards."""
+    for owner in {name.rpartition(".")[0] for name in expert_names(module)}:
+        _replace(module, owner, PackedExperts(module.get_submodule(owner), dtype))
+    return module
+
+
+def _replace(module: nn.Module, name: str, child: nn.Module) -> None:
+    parent, _, own = name.rpartition(".")
+    setattr(module.get_submodule(parent), own, child)

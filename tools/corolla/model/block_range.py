@@ -9,9 +9,9 @@ from corolla.checkpoint.parts import block_part
 from corolla.checkpoint.prepared import PreparedParts
 from corolla.errors import InvalidValueError
 from corolla.kernels.build import load_kernels
-from corolla.kernels.packing import use_packed
 from corolla.model import attention
 from corolla.model.family import family_of
+from corolla.model.linears import use_linears
 from corolla.model.loading import load_module
 from corolla.model.rotary import RotaryTable
 from corolla.model.shape import ModelShape
@@ -48,8 +48,7 @@ class BlockRange:
             load_kernels()
 
         def build(index: int) -> nn.Module:
-            block = family.block(config, index)
-            return use_packed(block, parts.dtype) if parts.packed else block
+            return use_linears(family.block(config, index), parts.dtype, parts.quant, packed=parts.packed)
 
         self.layers = [
             load_module(lambda i=index: build(i), parts.load(block_part(index)), block_part(index))  # type: ignore[misc]

@@ -11,14 +11,15 @@ from pathlib import Path
 import torch
 from torch import nn
 from torch.export import Dim, export
+from transformers import PretrainedConfig
 
 from corolla.checkpoint.folder import CheckpointFolder
 from corolla.dtypes import dtype_named
-from corolla.kernels.packing import use_packed
 from corolla.kv.layout import KVLayout
 from corolla.model import attention
 from corolla.model.attention import PagedBlock, PagedRows
 from corolla.model.family import family_of
+from corolla.model.linears import use_linears
 from corolla.model.programs import ProgramSpec
 
 OPTIONS = {
@@ -77,14 +78,13 @@ def compile_block(spec: ProgramSpec, target: Path) -> None:
     config = CheckpointFolder(Path(spec.checkpoint)).config
     config._attn_implementation = attention.NAME
     dtype = dtype_named(spec.dtype).torch
-    with torch.device("meta"):
-        block = use_packed(family_of(config).block(config, spec.block), dtype).eval()
+    block = _block(config, spec.block, dtype, spec.quant)
     rows = spec.rows or ANY_ROWS
     rotary = family_of(config).rotary_embedding(config)
     cosines, sines = rotary(torch.empty(0, dtype=dtype), torch.zeros(rows, 1, dtype=torch.int64))
     layout = KVLayout.of(config, spec.dtype, spec.page_size, spec.page_size)
     cache = (11, spec.page_size, layout.kv_heads, layout.head_dim)
-    weights = [torch.zeros(weight.shape, dtype=dtype) for weight in block.parameters()]
+    weights = [torch.zeros_like(weight, device="cpu") for weight in block.parameters()]
     example = (
         torch.zeros(rows, 1, config.hidden_size, dtype=dtype),
         cosines,
@@ -101,6 +101,17 @@ def compile_block(spec: ProgramSpec, target: Path) -> None:
     shapes = (of_rows, of_rows, of_rows, free, free, pages, of_rows, [None] * len(weights))
     program = export(BlockStep(block), example, dynamic_shapes=shapes, strict=False)
     torch._inductor.aoti_compile_and_package(program, package_path=str(target), inductor_configs=OPTIONS)
+
+
+def _block(config: PretrainedConfig, index: int, dtype: torch.dtype, quant: str) -> nn.Module:
+    """A block without memory, its parameters in the dtypes in which they are stored."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device("meta"):
+            return use_linears(family_of(config).block(config, index), dtype, quant, packed=True).eval()
+    finally:
+        torch.set_default_dtype(before)
 
 
 if __name__ == "__main__":

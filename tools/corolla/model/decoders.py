@@ -84,8 +84,7 @@ class CompiledChain:
 
     def __init__(self, parts: PreparedParts, blocks: BlockRange, arena: KVArena, sizes: Sequence[int]) -> None:
         """Compiles what the disk cache does not hold yet, one size per processor at a time, some 10 s each."""
-        checkpoint = parts.checkpoint
-        programs = BlockPrograms(checkpoint.path, checkpoint.config, arena.layout.page_size, parts.cache)
+        programs = BlockPrograms(parts, arena.layout.page_size)
         self._caches = [paged_block(arena, index) for index in blocks.blocks]
         self._weights = [list(layer.parameters()) for layer in blocks.layers]
 

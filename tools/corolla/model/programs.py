@@ -16,9 +16,8 @@ from typing import Protocol
 import torch
 import transformers
 from torch import nn
-from transformers import PretrainedConfig
 
-from corolla.checkpoint.disk_cache import DiskCache
+from corolla.checkpoint.prepared import PreparedParts
 from corolla.errors import EnvironmentProblemError
 from corolla.kernels.build import compiler, load_kernels, machine_key
 
@@ -37,12 +36,13 @@ class BlockProgram(Protocol):
 class ProgramSpec:
     """What to compile: one block of a checkpoint in a dtype, for `rows` rows and pages of `page_size` positions.
 
-    0 `rows` are any number of them.
+    0 `rows` are any number of them. `quant` is how linear layers are quantized.
     """
 
     checkpoint: str
     block: int
     dtype: str
+    quant: str
     rows: int
     page_size: int
 
@@ -50,13 +50,16 @@ class ProgramSpec:
 class BlockPrograms:
     """The programs of one model in this process."""
 
-    def __init__(self, checkpoint: Path, config: PretrainedConfig, page_size: int, disk: DiskCache) -> None:
+    def __init__(self, parts: PreparedParts, page_size: int) -> None:
         load_kernels()
-        self._checkpoint = checkpoint
+        config = parts.checkpoint.config
+        self._checkpoint = parts.checkpoint.path
+        self._dtype = str(parts.dtype).removeprefix("torch.")
+        self._quant = parts.quant
         self._config_key = json.dumps(config.to_dict() | {"_name_or_path": ""}, sort_keys=True, default=str)
         self._layer_types = getattr(config, "layer_types", None)
         self._page_size = page_size
-        self._disk = disk
+        self._disk = parts.cache
         self._loaded: dict[str, BlockProgram] = {}
 
     def get(self, block: nn.Module, index: int, rows: int) -> BlockProgram:
@@ -66,8 +69,7 @@ class BlockPrograms:
         """
         key = self._key(block, index, rows)
         if key not in self._loaded:
-            dtype = str(next(block.parameters()).dtype).removeprefix("torch.")
-            spec = ProgramSpec(str(self._checkpoint), index, dtype, rows, self._page_size)
+            spec = ProgramSpec(str(self._checkpoint), index, self._dtype, self._quant, rows, self._page_size)
             file = self._disk.file(f"programs/{key}.pt2", lambda target: _compile(spec, target))
             self._loaded[key] = torch._inductor.aoti_load_package(str(file)).loader.run
         return self._loaded[key]

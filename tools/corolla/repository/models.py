@@ -168,10 +168,11 @@ def _backend_model(plan: RepositoryPlan, name: str, backend: str, max_batch_size
     settings = {
         "checkpoint": str(plan.checkpoint),
         "dtype": plan.dtype.name,
+        "quant": plan.quant,
         "threads": str(plan.threads),
         "attn_cache_tokens": str(plan.cache_tokens),
         "page_size": str(plan.page_size),
-        "max_short_tokens": str(plan.max_short_tokens),
+        "max_short_tokens": str(plan.short_tokens),
         "max_batch_size": str(plan.max_batch_size),
         "decoder": plan.decoder,
         "decoder_batch_sizes": joined(plan.batch_sizes),

@@ -1,6 +1,6 @@
 """What a model repository is to contain, checked before anything is written."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from transformers import PretrainedConfig
 
@@ -11,6 +11,7 @@ from corolla.kernels.packing import GROUPS
 from corolla.kv.layout import DEFAULT_PAGE_SIZE, default_attn_cache_tokens
 from corolla.model.batch_sizes import COMPILED, check_decoder, default_batch_sizes
 from corolla.model.family import family_of
+from corolla.quantization import NF4, NONE, check_quant
 
 DEFAULT_MAX_SHORT_TOKENS = 128
 DEFAULT_MAX_BATCH_SIZE = 16
@@ -26,6 +27,7 @@ class RepositoryPlan:
     `threads` 0 means one per core of the machine that serves. `decoder_batch_sizes` is as parse_batch_sizes gives it,
     empty for the default. With `mirror`, the dynamic batchers prefer these sizes; without it, which is for benchmarks,
     they prefer none.
+    `max_short_tokens` 0 means the default for `quant` and device.
     """
 
     checkpoint: Source
@@ -37,15 +39,17 @@ class RepositoryPlan:
     threads: int = 0
     attn_cache_tokens: int = 0
     page_size: int = DEFAULT_PAGE_SIZE
-    max_short_tokens: int = field(default=DEFAULT_MAX_SHORT_TOKENS)
+    max_short_tokens: int = 0
     decoder: str = COMPILED
     decoder_batch_sizes: tuple[int, ...] = ()
     batch_channel_capacity: int = DEFAULT_BATCH_CHANNEL_CAPACITY
     mirror: bool = True
+    quant: str = NONE
 
     def __post_init__(self) -> None:
         family_of(self.config)
         check_decoder(self.decoder)
+        check_quant(self.quant)
         if self.decoder == COMPILED and self.device == "cpu" and self.dtype.torch not in GROUPS:
             raise InvalidValueError("dtype", self.dtype.name, "float32, bfloat16 with the compiled decoder on CPUs")
         _check_between("batch_channel_capacity", self.batch_channel_capacity, 0, 1024)
@@ -65,6 +69,12 @@ class RepositoryPlan:
     def batch_sizes(self) -> tuple[int, ...]:
         """The decoder batch sizes, descending; the largest is max_batch_size."""
         return self.decoder_batch_sizes or default_batch_sizes(self.max_batch_size)
+
+    @property
+    def short_tokens(self) -> int:
+        """Rows times new positions of a step up to which it is merged. On CUDA, kernels for NF4 are not batched."""
+        unbatched = self.quant == NF4 and self.device != "cpu"
+        return self.max_short_tokens or (1 if unbatched else DEFAULT_MAX_SHORT_TOKENS)
 
     @property
     def hosted(self) -> range:

@@ -32,7 +32,13 @@ class Host:
         on_device = model.device.type != "cpu"
         self.exports = DeviceExports(self.directory / "exports") if on_device else None
         self.parts = PreparedParts(
-            self.checkpoint, model.dtype.torch, DiskCache.default(), model.device, self.exports, model.packed
+            self.checkpoint,
+            model.dtype.torch,
+            DiskCache.default(),
+            model.device,
+            self.exports,
+            model.packed,
+            model.quant,
         )
 
     def session_table(self) -> SessionTable:

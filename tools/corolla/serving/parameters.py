@@ -11,6 +11,7 @@ from corolla.checkpoint.source import Source, written_source
 from corolla.dtypes import DType, dtype_named
 from corolla.errors import CorollaError, InvalidValueError
 from corolla.model.batch_sizes import EAGER, check_decoder, joined, parse_batch_sizes, preferred_batch_sizes
+from corolla.quantization import check_quant
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class ServedModel:
     max_short_tokens: int
     decoder_batch_sizes: tuple[int, ...]
     batch_channel_capacity: int
+    quant: str
 
     @property
     def packed(self) -> bool:
@@ -57,6 +59,7 @@ class ServedModel:
                 max_short_tokens=_natural(values, "max_short_tokens"),
                 decoder_batch_sizes=_decoder_batch_sizes(config, values),
                 batch_channel_capacity=_natural(values, "batch_channel_capacity"),
+                quant=check_quant(values["quant"]),
             )
         except KeyError as error:
             raise CorollaError(
