@@ -8,7 +8,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from corolla.bench.memory import read_speed
+from corolla.bench.memory import read_speed, step_weights
 from corolla.bench.prompts import make_prompts
 from corolla.bench.reference import TransformersPeer
 from corolla.bench.serving import BenchServer
@@ -43,7 +43,7 @@ class Prefill:
 class GenerationReport:
     """Everything of one run; memory in bytes: ours of all processes of the server, theirs of this one.
 
-    `read_speed` is how fast the machine reads memory, in bytes per second.
+    `read_speed` is how fast the machine reads memory, in bytes per second; every step reads `step_weights` bytes.
     """
 
     comparisons: list[Comparison]
@@ -51,6 +51,11 @@ class GenerationReport:
     our_memory: int
     their_memory: int
     read_speed: float
+    step_weights: int
+
+    def memory_share(self, comparison: Comparison) -> float:
+        """How much of the time of our decode steps the machine needs to read the weights."""
+        return self.step_weights / self.read_speed * comparison.ours.decode / comparison.sessions
 
     def to_json(self) -> dict[str, Any]:
         """For --json."""
@@ -83,6 +88,7 @@ def compare_generation(
         our_memory=server.memory(),
         their_memory=peer.memory(),
         read_speed=read_speed(),
+        step_weights=step_weights(server.plan),
     )
 
 
@@ -98,14 +104,16 @@ def _compared(sessions: int, pairs: Sequence[tuple[RunResult, RunResult]]) -> Co
 def table(report: GenerationReport) -> str:
     """The report as Markdown."""
     lines = [
-        "| sessions | Corolla tok/s | transformers tok/s | ratio | with prompts, tok/s | first token, ms |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "| sessions | Corolla tok/s | transformers tok/s | ratio | with prompts, tok/s | first token, ms "
+        "| of the memory's speed |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for c in report.comparisons:
         lines.append(
             f"| {c.sessions} | {c.ours.decode:.1f} | {c.theirs.decode:.1f} | {c.ratio:.2f} | "
             f"{c.ours.whole:.1f} / {c.theirs.whole:.1f} | "
-            f"{c.ours.first_token * 1e3:.0f} / {c.theirs.first_token * 1e3:.0f} |"
+            f"{c.ours.first_token * 1e3:.0f} / {c.theirs.first_token * 1e3:.0f} | "
+            f"{100 * report.memory_share(c):.0f} % |"
         )
     prefill = report.prefill
     lines += [
@@ -113,6 +121,7 @@ def table(report: GenerationReport) -> str:
         f"One prompt of {prefill.tokens} tokens: {prefill.ours:.0f} tok/s, transformers {prefill.theirs:.0f}. "
         f"Memory: {report.our_memory / 2**20:.0f} MiB (all processes of the server), "
         f"transformers {report.their_memory / 2**20:.0f} MiB.",
-        f"This machine reads memory at {report.read_speed / 1e9:.1f} GB/s (torch.sum over 1 GiB, best of 5).",
+        f"This machine reads memory at {report.read_speed / 1e9:.1f} GB/s (torch.sum over 1 GiB, best of 5); a step "
+        f"reads {report.step_weights / 2**20:.0f} MiB of weights.",
     ]
     return "\n".join(lines)

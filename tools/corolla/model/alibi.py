@@ -8,6 +8,7 @@ import torch
 def alibi_slopes(heads: int, device: torch.device) -> torch.Tensor:
     """Slopes [heads] float32: a geometric series, filled up from the series of twice as many heads.
 
+    As in Press, Smith and Lewis, "Train Short, Test Long" (2022), and in the code that its authors published with it.
     Only differences of biases within a row matter to its softmax.
     """
     whole = 2 ** int(math.log2(heads))
