@@ -168,7 +168,7 @@ def quantized_cases() -> list[tuple[str, tuple[object, ...], torch.Tensor]]:
 def test_the_portable_kernels_compute_the_same(suite_cache: Path, tmp_path: Path) -> None:
     """In a process of its own: they take the place of the others."""
     torch.save(quantized_cases(), tmp_path / "cases")
-    portable = build.build(DiskCache(suite_cache, None), ("-DCOROLLA_PORTABLE",))
+    portable = build.build(DiskCache(suite_cache, None), ("-DCOROLLA_PORTABLE", "-O1"))
     code = (
         "import sys, torch; from pathlib import Path; from corolla.kernels import build, ops; "
         "from corolla.kernels.packing import pack; build.load_library(Path(sys.argv[1]))\n"
