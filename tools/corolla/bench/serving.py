@@ -43,6 +43,7 @@ def make_plan(checkpoint: Source, dtype: str, range_size: int | None = None, **o
     blocks = config.num_hidden_layers
     ranges = split_evenly(blocks, range_size or -(-blocks // 2))
     source = checkpoint.resolve() if isinstance(checkpoint, Path) else checkpoint
+    options = {"quant": opened.quant} | options
     return RepositoryPlan(source, config, resolve_dtype(dtype, config, "cpu"), ranges, **options)
 
 

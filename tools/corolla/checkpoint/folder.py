@@ -11,6 +11,7 @@ import torch
 from transformers import AutoConfig, PretrainedConfig
 
 from corolla.checkpoint.hub import HubModel
+from corolla.checkpoint.stored_quant import stored_quant
 from corolla.checkpoint.weight_files import FORMATS, WeightFormat
 from corolla.errors import CheckpointError
 
@@ -28,7 +29,9 @@ class CheckpointFolder:
     """Reads config and single tensors; nothing but the tensors asked for is read from disk.
 
     With `hub`, weight files that are not in the folder are fetched from there before they are read.
-    Raises CheckpointError when the folder, its config, a file or a tensor is missing or damaged.
+    `quant` is how the blocks are quantized in it.
+    Raises CheckpointError when the folder, its config, a file or a tensor is missing or damaged, InvalidValueError when
+    it is quantized in a way that cannot be served.
     """
 
     def __init__(self, path: Path, hub: HubModel | None = None) -> None:
@@ -40,6 +43,7 @@ class CheckpointFolder:
                 "on the hub"
             )
         self.config = self._read_config()
+        self.quant = stored_quant(self.config)
 
     def names(self, prefix: str) -> list[str]:
         """The names of all tensors that start with `prefix`."""

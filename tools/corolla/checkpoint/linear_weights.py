@@ -2,6 +2,7 @@
 
 import torch
 
+from corolla.checkpoint.quantized_layers import layer_state
 from corolla.kernels.packing import pack
 from corolla.kernels.quantized_packing import NF4_BLOCK, pack_int8, pack_nf4
 from corolla.quantization import INT8, NONE
@@ -15,24 +16,37 @@ def stored_weight(weight: torch.Tensor, quant: str, *, packed: bool) -> dict[str
     """
     if quant == NONE:
         return {"weight": pack(weight) if packed else weight}
-    quantize = _int8 if quant == INT8 else _nf4
-    return quantize(weight, packed)
+    numbers = _int8(weight) if quant == INT8 else _nf4(weight)
+    return packed_numbers(numbers, quant, weight.dtype) if packed else numbers
 
 
-def _int8(weight: torch.Tensor, packed: bool) -> dict[str, torch.Tensor]:
+def packed_numbers(numbers: dict[str, torch.Tensor], quant: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """The tensors of a layer of bitsandbytes, packed for inputs of `dtype`; the numbers stay the same.
+
+    CheckpointError for a layer that cannot be packed.
+    """
+    if quant == INT8:
+        return pack_int8(numbers["weight"], numbers["SCB"] / 127, dtype)
+    from corolla.checkpoint.bitsandbytes import functional
+
+    state = functional.QuantState.from_dict(layer_state(numbers), torch.device("cpu"))
+    scales = state.absmax
+    if state.nested:
+        scales = functional.dequantize_blockwise(scales, state.state2) + state.offset
+    flat = numbers["weight"].view(-1)
+    each = torch.stack([flat >> 4, flat & 15], dim=1).view(-1)[: state.shape.numel()].view(state.shape)
+    return pack_nf4(each, scales, dtype)
+
+
+def _int8(weight: torch.Tensor) -> dict[str, torch.Tensor]:
     from corolla.checkpoint.bitsandbytes import functional
 
     numbers, largest, _ = functional.int8_vectorwise_quant(weight.to(torch.float16))
-    return pack_int8(numbers, largest / 127, weight.dtype) if packed else {"weight": numbers, "SCB": largest}
+    return {"weight": numbers, "SCB": largest}
 
 
-def _nf4(weight: torch.Tensor, packed: bool) -> dict[str, torch.Tensor]:
+def _nf4(weight: torch.Tensor) -> dict[str, torch.Tensor]:
     from corolla.checkpoint.bitsandbytes import functional
 
     numbers, state = functional.quantize_4bit(weight, blocksize=NF4_BLOCK, compress_statistics=True, quant_type="nf4")
-    if not packed:
-        return {"weight": numbers} | {f"weight.{name}": tensor for name, tensor in state.as_dict(packed=True).items()}
-    flat = numbers.view(-1)
-    each = torch.stack([flat >> 4, flat & 15], dim=1).view(-1)[: weight.numel()].view(weight.shape)
-    scales = functional.dequantize_blockwise(state.absmax, state.state2) + state.offset
-    return pack_nf4(each, scales, weight.dtype)
+    return {"weight": numbers} | {f"weight.{name}": tensor for name, tensor in state.as_dict(packed=True).items()}

@@ -7,8 +7,10 @@ import torch
 
 from corolla.checkpoint.disk_cache import DiskCache
 from corolla.checkpoint.folder import CheckpointFolder
-from corolla.checkpoint.linear_weights import stored_weight
+from corolla.checkpoint.linear_weights import packed_numbers, stored_weight
 from corolla.checkpoint.parts import EMBEDDING, HEAD, block_of, check_tensors
+from corolla.checkpoint.quantized_layers import take_layer
+from corolla.checkpoint.stored_quant import check_fits
 from corolla.errors import CheckpointError
 from corolla.kernels.packing import expert_names, linear_names, pack
 from corolla.kv.device_exports import DeviceExports
@@ -24,8 +26,9 @@ class PreparedParts:
     """The parts of one checkpoint in one dtype: `embedding`, `head` (final norm and output projection), blocks.
 
     With `packed`, the weights of linear layers are stored as the CPU kernels read them; see
-    corolla.kernels.packing. Those of blocks are quantized as `quant` says. A part's name in the cache depends on the
-    checkpoint's files, the dtype, `packed`, `quant` and FORMAT, so a changed checkpoint is prepared anew.
+    corolla.kernels.packing. Those of blocks are quantized as `quant` says, or were already in the checkpoint, whose
+    numbers are then left as they are; InvalidValueError where it says something else. A part's name in the cache
+    depends on the checkpoint's files, the dtype, `packed`, `quant` and FORMAT, so a changed one is prepared anew.
     """
 
     checkpoint: CheckpointFolder
@@ -35,6 +38,9 @@ class PreparedParts:
     exports: DeviceExports | None = None
     packed: bool = False
     quant: str = NONE
+
+    def __post_init__(self) -> None:
+        check_fits(self.quant, self.checkpoint.config)
 
     @property
     def generation(self) -> int:
@@ -61,13 +67,23 @@ class PreparedParts:
 
     def _prepare(self, part: str) -> Tensors:
         read = self._read(part)
-        check_tensors(part, read, self.checkpoint.config)
-        tensors = {name: tensor.to(self.dtype).contiguous() for name, tensor in read.items()}
+        check_tensors(part, read, self.checkpoint.config, self.checkpoint.quant)
         linears, experts = self._matrices(part)
-        for layer in linears:
-            stored = stored_weight(tensors.pop(f"{layer}.weight"), self._quant_of(part), packed=self.packed)
-            tensors |= {f"{layer}.{name}": tensor for name, tensor in stored.items()}
-        return tensors | {name: pack(tensors[name]) for name in experts if self.packed}
+        weights = {
+            f"{layer}.{name}": tensor
+            for layer in linears
+            for name, tensor in self._take_weight(layer, read, self._quant_of(part)).items()
+        }
+        rest = {name: tensor.to(self.dtype).contiguous() for name, tensor in read.items()}
+        return weights | rest | {name: pack(rest[name]) for name in experts if self.packed}
+
+    def _take_weight(self, layer: str, read: Tensors, quant: str) -> Tensors:
+        """Takes the weight of a linear layer out of what was read; as stored_weight has it."""
+        if quant == NONE or self.checkpoint.quant == NONE:
+            weight = read.pop(f"{layer}.weight").to(self.dtype).contiguous()
+            return stored_weight(weight, quant, packed=self.packed)
+        numbers = take_layer(layer, read, quant)
+        return packed_numbers(numbers, quant, self.dtype) if self.packed else numbers
 
     def _quant_of(self, part: str) -> str:
         """Like transformers, which leaves the ends of the model in their dtype."""

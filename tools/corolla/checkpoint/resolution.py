@@ -1,10 +1,12 @@
-"""Which dtype a checkpoint is served in."""
+"""Which dtype a checkpoint is served in, and how it is quantized."""
 
 import torch
 from transformers import PretrainedConfig
 
+from corolla.checkpoint.stored_quant import stored_quant
 from corolla.dtypes import DTYPES, DType, dtype_named
 from corolla.errors import InvalidValueError
+from corolla.quantization import NONE, default_quant
 
 
 def resolve_dtype(wanted: str, config: PretrainedConfig, device: str) -> DType:
@@ -27,3 +29,9 @@ def resolve_dtype(wanted: str, config: PretrainedConfig, device: str) -> DType:
     if name not in DTYPES:
         raise InvalidValueError("config.json: dtype", name, f"{', '.join(DTYPES)}; or give --dtype")
     return DTYPES[name]
+
+
+def resolve_quant(wanted: str | None, config: PretrainedConfig, device: str) -> str:
+    """`wanted`, or what the checkpoint is quantized in already, or what the device is best served with."""
+    stored = stored_quant(config)
+    return wanted or (stored if stored != NONE else default_quant(device))

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import click
 
-from corolla.checkpoint.resolution import resolve_dtype
+from corolla.checkpoint.resolution import resolve_dtype, resolve_quant
 from corolla.checkpoint.source import Source, find_source, open_checkpoint
 from corolla.dtypes import DTYPES
 from corolla.errors import InvalidValueError
 from corolla.model.batch_sizes import COMPILED, DECODERS, parse_batch_sizes
-from corolla.quantization import NONE, QUANTS, default_quant
+from corolla.quantization import NONE, QUANTS
 from corolla.repository.plan import (
     DEFAULT_BATCH_CHANNEL_CAPACITY,
     DEFAULT_MAX_BATCH_SIZE,
@@ -46,7 +46,8 @@ from corolla.serving.parameters import parse_blocks
 @click.option(
     "--quant",
     type=click.Choice(QUANTS),
-    help="How the blocks' linear layers are quantized. [default: none on CPUs, nf4 on CUDA]",
+    help="How the blocks' linear layers are quantized. [default: as in the checkpoint; if it is not, none on CPUs "
+    "and nf4 on CUDA]",
 )
 @click.option("--device", type=click.Choice(DEVICES), default="cpu", show_default=True)
 @click.option(
@@ -127,7 +128,7 @@ def command(
         batch_channel_capacity=batch_channel_capacity,
         threads=threads,
         attn_cache_tokens=attn_cache_tokens,
-        quant=quant or default_quant(device),
+        quant=resolve_quant(quant, config, device),
     )
     if not no_weights:
         opened.fetch()

@@ -44,7 +44,8 @@ def pack_nf4(numbers: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) ->
     outputs, inputs = numbers.shape
     if inputs % GROUPS[dtype]:
         raise CheckpointError(
-            f"a linear layer with {inputs} inputs cannot run in nf4 on CPUs; write the repository with --quant int8"
+            f"a linear layer with {inputs} inputs cannot run in nf4 on CPUs; write the repository with "
+            "--decoder eager or --quant int8 of an unquantized checkpoint"
         )
     span = gcd(inputs, NF4_BLOCK)
     runs = pack(numbers, dtype).view(-1, 2, TILE // 2)

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from corolla.checkpoint.bitsandbytes import layers
+from corolla.checkpoint.quantized_layers import layer_state
 from corolla.errors import CheckpointError
 from corolla.kernels.quantized_packing import NF4_BLOCK
 
@@ -33,7 +34,7 @@ class Int8Linear(layers.Linear8bitLt):
 
 
 class NF4Linear(layers.Linear4bit):
-    """NF4 with double quantization."""
+    """NF4, with double quantization or without."""
 
     def __init__(self, linear: nn.Linear) -> None:
         """Takes the place of `linear`; its weight must be loaded."""
@@ -48,9 +49,9 @@ class NF4Linear(layers.Linear4bit):
         if numbers.device.type == "cpu" and self.in_features % NF4_BLOCK == NF4_BLOCK // 2:
             raise CheckpointError(
                 f"{prefix}weight: bitsandbytes multiplies wrongly by nf4 weights of {self.in_features} inputs on CPUs; "
-                "write the repository with --decoder compiled or --quant int8"
+                "write the repository with --decoder compiled or --quant int8 of an unquantized checkpoint"
             )
-        state = {name: tensor for name, tensor in tensors.items() if name.startswith("weight.")}
+        state = layer_state(tensors)
         self.weight = layers.Params4bit.from_prequantized(numbers, state, device=numbers.device, module=self)
         _load_bias(self, tensors)
 

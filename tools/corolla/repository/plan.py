@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from transformers import PretrainedConfig
 
 from corolla.checkpoint.source import Source
+from corolla.checkpoint.stored_quant import check_fits
 from corolla.dtypes import DType
 from corolla.errors import InvalidValueError
 from corolla.kernels.packing import GROUPS
@@ -49,7 +50,7 @@ class RepositoryPlan:
     def __post_init__(self) -> None:
         family_of(self.config)
         check_decoder(self.decoder)
-        check_quant(self.quant)
+        check_fits(check_quant(self.quant), self.config)
         if self.decoder == COMPILED and self.device == "cpu" and self.dtype.torch not in GROUPS:
             raise InvalidValueError("dtype", self.dtype.name, "float32, bfloat16 with the compiled decoder on CPUs")
         _check_between("batch_channel_capacity", self.batch_channel_capacity, 0, 1024)
