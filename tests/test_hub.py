@@ -217,6 +217,21 @@ def test_gated_model_wants_a_token_which_is_written_nowhere(hub: Hub, grouped: S
     assert "hf_secret" not in repr(find_source(ID, token="hf_secret"))
 
 
+@pytest.mark.parametrize("method", ["gptq", "awq", "fp8", "compressed-tensors", "mxfp4", "hqq"])
+def test_quantization_that_is_not_supported_is_refused_before_weights_are_fetched(
+    hub: Hub, grouped: Served, tmp_path: Path, method: str
+) -> None:
+    folder = Path(shutil.copytree(grouped.checkpoint, tmp_path / "checkpoint"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": method}}))
+    hub.add(ID, folder)
+    error = init(ID, "--out", tmp_path / "out").exception
+    with pytest.raises(InvalidValueError, match=f"quant_method: '{method}' is not allowed; allowed: bitsandbytes"):
+        raise error or AssertionError
+    assert not (tmp_path / "out").exists()
+    assert hub.fetched(".safetensors") == []
+
+
 def test_offline_what_was_fetched_is_enough(
     hub: Hub, grouped: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
