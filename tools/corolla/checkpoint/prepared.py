@@ -13,6 +13,7 @@ from corolla.errors import CheckpointError
 from corolla.kernels.packing import expert_names, linear_names, pack
 from corolla.kv.device_exports import DeviceExports
 from corolla.model.family import Family, Tensors, family_of
+from corolla.model.sharding import WHOLE, Shard, shard_tensors
 from corolla.quantization import NONE
 
 FORMAT = 2
@@ -24,8 +25,9 @@ class PreparedParts:
     """The parts of one checkpoint in one dtype: `embedding`, `head` (final norm and output projection), blocks.
 
     With `packed`, the weights of linear layers are stored as the CPU kernels read them; see
-    corolla.kernels.packing. Those of blocks are quantized as `quant` says. A part's name in the cache depends on the
-    checkpoint's files, the dtype, `packed`, `quant` and FORMAT, so a changed checkpoint is prepared anew.
+    corolla.kernels.packing. Those of blocks are quantized as `quant` says; of blocks, only what `shard` holds is read
+    and stored. A part's name in the cache depends on all of these, the checkpoint's files and FORMAT, so a changed
+    checkpoint is prepared anew.
     """
 
     checkpoint: CheckpointFolder
@@ -35,6 +37,7 @@ class PreparedParts:
     exports: DeviceExports | None = None
     packed: bool = False
     quant: str = NONE
+    shard: Shard = WHOLE
 
     @property
     def generation(self) -> int:
@@ -49,7 +52,8 @@ class PreparedParts:
         """
         if self.exports is None:
             return self._load_mapped(part)
-        return self.exports.get(part, lambda: {n: t.to(self.device) for n, t in self._load_mapped(part).items()})
+        name = part + self._suffix(part)
+        return self.exports.get(name, lambda: {n: t.to(self.device) for n, t in self._load_mapped(part).items()})
 
     def _load_mapped(self, part: str) -> Tensors:
         return self.cache.get(self._name(part), lambda: self._prepare(part))
@@ -57,11 +61,16 @@ class PreparedParts:
     def _name(self, part: str) -> str:
         kind = f"{FORMAT}:{self.checkpoint.fingerprint()}:{self.dtype}:{'packed' if self.packed else 'plain'}"
         kind += f":{quant}" if (quant := self._quant_of(part)) != NONE else ""
-        return f"{hashlib.sha256(kind.encode()).hexdigest()[:16]}/{part}"
+        return f"{hashlib.sha256(kind.encode()).hexdigest()[:16]}/{part}{self._suffix(part)}"
+
+    def _suffix(self, part: str) -> str:
+        return "" if part in (EMBEDDING, HEAD) else self.shard.suffix()
 
     def _prepare(self, part: str) -> Tensors:
         read = self._read(part)
         check_tensors(part, read, self.checkpoint.config)
+        if part not in (EMBEDDING, HEAD):
+            read = shard_tensors(read, self.checkpoint.config, self.shard)
         tensors = {name: tensor.to(self.dtype).contiguous() for name, tensor in read.items()}
         linears, experts = self._matrices(part)
         for layer in linears:

@@ -5,7 +5,6 @@ from itertools import count
 from operator import ge
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from corolla.kv.arena import KVArena
@@ -20,10 +19,9 @@ class CacheReorderer:
     with equal numbers hold the same. The numbers are forgotten when another process stepped the session.
     """
 
-    def __init__(self, steps: SessionSteps, arena: KVArena, blocks: range) -> None:
+    def __init__(self, steps: SessionSteps, arena: KVArena) -> None:
         self._steps = steps
         self._arena = arena
-        self._blocks = blocks
         self._page_size = arena.layout.page_size
         self._numbers = count(1)
         self._contents: dict[int, NDArray[np.int64]] = {}
@@ -84,8 +82,4 @@ class CacheReorderer:
         targets = np.concatenate([pages[row][copy].ravel() for row, copy in enumerate(copies)])
         origins = np.concatenate([pages[source][copy].ravel() for source, copy in zip(sources, copies, strict=True)])
         self.copied_pages += len(targets) // self._page_size
-        device = self._arena.device
-        to, source_slots = torch.from_numpy(targets).to(device), torch.from_numpy(origins).to(device)
-        for block in self._blocks:
-            for slots in (self._arena[block].keys, self._arena[block].values):
-                slots.index_copy_(0, to, slots.index_select(0, source_slots))
+        self._arena.copy(origins, targets)

@@ -54,4 +54,4 @@ def _open_blocks(host: Host, table: SessionTable) -> BlocksService:
     steps = SessionSteps(table, hosted, lambda: host.parts.generation)
     blocks = BlockRange(host.parts, hosted)
     decoders = open_decoders(host.parts, blocks, arena, host.model.decoder_batch_sizes)
-    return BlocksService(blocks, arena, steps, CacheReorderer(steps, arena, hosted), decoders)
+    return BlocksService(blocks, arena, steps, CacheReorderer(steps, arena), decoders)
