@@ -47,7 +47,7 @@ def stepwise(blocks: BlockRange, arena: KVArena, hidden_states: torch.Tensor) ->
 
 def main(shard: Shard, folder: Path) -> None:
     torch.set_num_threads(1)
-    mesh = join_shards(shard, folder / f"rendezvous-{shard.count}", "cpu")
+    mesh = join_shards(shard, folder / f"rendezvous-{shard.count}", torch.device("cpu"))
     cache = DiskCache(folder / "cache", None)
     differences = {}
     for checkpoint in sorted(folder.glob("checkpoints/*")):

@@ -28,6 +28,11 @@ class Shard:
         size = tensor.shape[dim] // self.count
         return tensor.narrow(dim, self.rank * size, size)
 
+    @property
+    def others(self) -> list["Shard"]:
+        """All shards but this one."""
+        return [Shard(rank, self.count) for rank in range(self.count) if rank != self.rank]
+
     def suffix(self) -> str:
         """For names of what each shard has one of; empty for the only shard."""
         return "" if self.count == 1 else f"_{self.rank}of{self.count}"
@@ -71,6 +76,8 @@ def block_plan(config: PretrainedConfig) -> dict[str, str]:
 
 def check_shards(config: PretrainedConfig, count: int) -> None:
     """InvalidValueError for a number of shards that the blocks of a model cannot be cut into."""
+    if count == 1:
+        return
     sizes = _inputs_of_split_layers(config)
     hindrance = _hindrance(config, sizes, count)
     if hindrance:

@@ -50,12 +50,15 @@ def parallelizer(parts: PreparedParts, mesh: DeviceMesh) -> Callable[[nn.Module]
     return lambda block: parallel_block(block, parts.checkpoint.config, parts.shard, mesh)
 
 
-def join_shards(shard: Shard, rendezvous: Path, device_type: str) -> DeviceMesh:
+def join_shards(shard: Shard, rendezvous: Path, device: torch.device) -> DeviceMesh:
     """Connects the processes of all shards, on one machine, through a file that must not exist before.
 
     Waits for all of them.
     """
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    backend = "cpu:gloo" if device_type == "cpu" else f"cpu:gloo,{device_type}:nccl"
+    backend = "gloo"
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        backend = "nccl"
     dist.init_process_group(backend, init_method=f"file://{rendezvous}", rank=shard.rank, world_size=shard.count)
-    return init_device_mesh(device_type, (shard.count,))
+    return init_device_mesh(device.type, (shard.count,))
