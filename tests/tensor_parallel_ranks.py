@@ -1,6 +1,6 @@
-"""One of several processes that run the blocks of many checkpoints in shards: RANK COUNT FOLDER.
+"""Runs the blocks of many checkpoints in FOLDER in 2 and in 4 shards, each a process.
 
-Rank 0 runs them whole, too, and writes to FOLDER/COUNT.json by how much outputs differ, per checkpoint.
+The first of them runs them whole, too, and writes to FOLDER/COUNT.json by how much outputs differ, per checkpoint.
 """
 
 import json
@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.multiprocessing import start_processes
 
 from checkpoints import random_prompt
 from corolla.checkpoint.disk_cache import DiskCache
@@ -45,7 +46,9 @@ def stepwise(blocks: BlockRange, arena: KVArena, hidden_states: torch.Tensor) ->
     return torch.cat(outputs, dim=1)
 
 
-def main(shard: Shard, folder: Path) -> None:
+def run(rank: int, count: int, folder: Path) -> None:
+    """One shard of all checkpoints."""
+    shard = Shard(rank, count)
     torch.set_num_threads(1)
     mesh = join_shards(shard, folder / f"rendezvous-{shard.count}", torch.device("cpu"))
     cache = DiskCache(folder / "cache", None)
@@ -76,4 +79,5 @@ def main(shard: Shard, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Shard(int(sys.argv[1]), int(sys.argv[2])), Path(sys.argv[3]))
+    for shards in (2, 4):  # forked, as imports take longer than the rest
+        start_processes(run, (shards, Path(sys.argv[1])), shards, start_method="fork")
