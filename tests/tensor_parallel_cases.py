@@ -3,16 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from checkpoints import (
-    BLOOM,
-    CASES,
-    FALCON_ALIBI,
-    FALCON_GROUPED,
-    FAMILIES,
-    MIXTRAL,
-    QWEN2_MIXED,
-    Case,
-)
+from checkpoints import BLOOM, CASES, FALCON_ALIBI, FALCON_GROUPED, FAMILIES, MIXTRAL, QWEN2_MIXED, Case
 
 BIASES = CASES[-1]
 NAMED = {case.name: case for case in FAMILIES}

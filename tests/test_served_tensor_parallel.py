@@ -32,6 +32,10 @@ def shards(remote: Remote, model: str) -> list[psutil.Process]:
     return [child for pid in remote.server.stub_pids(model) for child in psutil.Process(pid).children()]
 
 
+def test_log_says_how_blocks_run(sharded: Remote) -> None:
+    assert sharded.server.log.count("blocks run in 2 shards, with the eager decoder") == 3
+
+
 @pytest.mark.parametrize("length", [6, 129])
 def test_greedy_text_is_that_of_transformers(sharded: Remote, length: int) -> None:
     """From 129 tokens on, the prompt is computed by the ranges, which share the cache of each shard with the chain."""

@@ -4,7 +4,7 @@ import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -13,6 +13,9 @@ from transformers import PretrainedConfig
 from corolla.errors import CheckpointError
 from corolla.model import families
 
+if TYPE_CHECKING:
+    from corolla.model.sharding import HeadShard
+
 Tensors = dict[str, torch.Tensor]
 
 
@@ -20,7 +23,7 @@ def _unchanged(tensors: Tensors) -> Tensors:
     return tensors
 
 
-def _narrow_groups(block: nn.Module, heads: Any) -> None:
+def _narrow_groups(block: nn.Module, heads: "HeadShard") -> None:
     cast(Any, block).self_attn.num_key_value_groups = heads.group
 
 
@@ -32,7 +35,7 @@ class Family:
     of BlockRange and gives the same shape; `block_tensors` makes its tensors of those in the checkpoint.
 
     `sharding` is the block's plan for tensor parallelism where its config has none, see corolla.model.sharding;
-    `narrow` tells a block that it has some heads only, a HeadShard.
+    `narrow` tells a block that it has some heads only.
     """
 
     block: Callable[[PretrainedConfig, int], nn.Module]
@@ -48,7 +51,7 @@ class Family:
     embedding_norm: Callable[[PretrainedConfig], nn.Module] | None = None
     embedding_norm_prefix: str = ""
     sharding: dict[str, str] | None = None
-    narrow: Callable[[nn.Module, Any], None] = _narrow_groups
+    narrow: Callable[[nn.Module, "HeadShard"], None] = _narrow_groups
 
 
 def family_of(config: PretrainedConfig) -> Family:
