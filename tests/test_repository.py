@@ -20,6 +20,7 @@ from corolla.checkpoint.synthetic import make_checkpoint
 from corolla.cli.main import cli
 from corolla.dtypes import dtype_named
 from corolla.errors import CheckpointError, CorollaError, InvalidValueError
+from corolla.kv.layout import KVLayout
 from corolla.repository.plan import RepositoryPlan, split_evenly
 from corolla.repository.writer import repository_files
 from corolla.serving.parameters import ServedModel, parse_blocks
@@ -112,6 +113,12 @@ def test_no_model_uses_what_stalls_the_batcher(plan: RepositoryPlan) -> None:
         ({"threads": -1}, "threads: -1 is not allowed; allowed: 0 to 1024"),
         ({"attn_cache_tokens": 15}, "attn_cache_tokens: 15 is not allowed; allowed: 16 to"),
         ({"attn_cache_tokens": -16}, "attn_cache_tokens: -16 "),
+        ({"tensor_parallel": 3}, "tensor_parallel: 3 is not allowed; allowed: 1, 2, as the 8 attention heads"),
+        ({"tensor_parallel": 2}, "decoder: 'compiled' is not allowed; allowed: eager where tensor_parallel, 2 here"),
+        (
+            {"tensor_parallel": 2, "decoder": "eager", "quant": "nf4"},
+            "quant: 'nf4' is not allowed; allowed: none ",
+        ),
     ],
     ids=str,
 )
@@ -343,6 +350,14 @@ def test_the_eager_decoder_prefers_no_sizes_and_packs_nothing(grouped: Served, t
     assert list(read_models(tmp_path)["chain"].dynamic_batching.preferred_batch_size) == []
     model = served_model(tmp_path, "chain")
     assert (model.decoder_batch_sizes, model.packed) == ((), False)
+
+
+def test_shards_take_the_eager_decoder_and_a_part_of_the_cache(grouped: Served, tmp_path: Path) -> None:
+    assert init(grouped.checkpoint, "--out", tmp_path, "--dtype", "float32", "--tensor-parallel", 2).exit_code == 0
+    model = served_model(tmp_path, "chain")
+    assert (model.tensor_parallel, model.decoder_batch_sizes) == (2, ())
+    whole, part = (KVLayout.of(GROUPED.model_config(), "float32", 64, 16, shards) for shards in (1, 2))
+    assert 2 * part.bytes_per_block == whole.bytes_per_block
 
 
 def test_init_adds_the_maximum_to_the_sizes_and_says_so(

@@ -15,6 +15,7 @@ from corolla.errors import CheckpointError
 from corolla.kernels.packing import expert_names, linear_names, pack
 from corolla.kv.device_exports import DeviceExports
 from corolla.model.family import Family, Tensors, family_of
+from corolla.model.sharding import WHOLE, Shard, shard_tensors
 from corolla.quantization import NONE
 
 FORMAT = 2
@@ -27,8 +28,9 @@ class PreparedParts:
 
     With `packed`, the weights of linear layers are stored as the CPU kernels read them; see
     corolla.kernels.packing. Those of blocks are quantized as `quant` says, or were already in the checkpoint, whose
-    numbers are then left as they are; InvalidValueError where it says something else. A part's name in the cache
-    depends on the checkpoint's files, the dtype, `packed`, `quant` and FORMAT, so a changed one is prepared anew.
+    numbers are then left as they are; InvalidValueError where it says something else. Of blocks, only what `shard`
+    holds is read and stored. A part's name in the cache depends on all of these, the checkpoint's files and FORMAT, so
+    a changed checkpoint is prepared anew.
     """
 
     checkpoint: CheckpointFolder
@@ -38,6 +40,7 @@ class PreparedParts:
     exports: DeviceExports | None = None
     packed: bool = False
     quant: str = NONE
+    shard: Shard = WHOLE
 
     def __post_init__(self) -> None:
         check_fits(self.quant, self.checkpoint.config)
@@ -55,7 +58,8 @@ class PreparedParts:
         """
         if self.exports is None:
             return self._load_mapped(part)
-        return self.exports.get(part, lambda: {n: t.to(self.device) for n, t in self._load_mapped(part).items()})
+        name = part + self._suffix(part)
+        return self.exports.get(name, lambda: {n: t.to(self.device) for n, t in self._load_mapped(part).items()})
 
     def _load_mapped(self, part: str) -> Tensors:
         return self.cache.get(self._name(part), lambda: self._prepare(part))
@@ -63,11 +67,16 @@ class PreparedParts:
     def _name(self, part: str) -> str:
         kind = f"{FORMAT}:{self.checkpoint.fingerprint()}:{self.dtype}:{'packed' if self.packed else 'plain'}"
         kind += f":{quant}" if (quant := self._quant_of(part)) != NONE else ""
-        return f"{hashlib.sha256(kind.encode()).hexdigest()[:16]}/{part}"
+        return f"{hashlib.sha256(kind.encode()).hexdigest()[:16]}/{part}{self._suffix(part)}"
+
+    def _suffix(self, part: str) -> str:
+        return "" if part in (EMBEDDING, HEAD) else self.shard.suffix()
 
     def _prepare(self, part: str) -> Tensors:
         read = self._read(part)
         check_tensors(part, read, self.checkpoint.config, self.checkpoint.quant)
+        if part not in (EMBEDDING, HEAD):
+            read = shard_tensors(read, self.checkpoint.config, self.shard)
         linears, experts = self._matrices(part)
         weights = {
             f"{layer}.{name}": tensor

@@ -31,7 +31,10 @@ def resolve_dtype(wanted: str, config: PretrainedConfig, device: str) -> DType:
     return DTYPES[name]
 
 
-def resolve_quant(wanted: str | None, config: PretrainedConfig, device: str) -> str:
-    """`wanted`, or what the checkpoint is quantized in already, or what the device is best served with."""
+def resolve_quant(wanted: str | None, config: PretrainedConfig, device: str, tensor_parallel: int = 1) -> str:
+    """`wanted`, or what the checkpoint is quantized in already, or what the device is best served with.
+
+    Blocks in several shards are not quantized unless it is wanted, which is then refused.
+    """
     stored = stored_quant(config)
-    return wanted or (stored if stored != NONE else default_quant(device))
+    return wanted or (stored if stored != NONE else default_quant(device, tensor_parallel))

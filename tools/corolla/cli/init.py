@@ -9,7 +9,7 @@ from corolla.checkpoint.resolution import resolve_dtype, resolve_quant
 from corolla.checkpoint.source import Source, find_source, open_checkpoint
 from corolla.dtypes import DTYPES
 from corolla.errors import InvalidValueError
-from corolla.model.batch_sizes import COMPILED, DECODERS, parse_batch_sizes
+from corolla.model.batch_sizes import COMPILED, DECODERS, EAGER, parse_batch_sizes
 from corolla.quantization import NONE, QUANTS
 from corolla.repository.plan import (
     DEFAULT_BATCH_CHANNEL_CAPACITY,
@@ -47,7 +47,7 @@ from corolla.serving.parameters import parse_blocks
     "--quant",
     type=click.Choice(QUANTS),
     help="How the blocks' linear layers are quantized. [default: as in the checkpoint; if it is not, none on CPUs "
-    "and nf4 on CUDA]",
+    "and with --tensor-parallel, nf4 on CUDA]",
 )
 @click.option("--device", type=click.Choice(DEVICES), default="cpu", show_default=True)
 @click.option(
@@ -60,9 +60,7 @@ from corolla.serving.parameters import parse_blocks
 @click.option(
     "--decoder",
     type=click.Choice(DECODERS),
-    default=COMPILED,
-    show_default=True,
-    help="eager is the slow reference; it needs no C++ compiler.",
+    help="eager is the slow reference; it needs no C++ compiler. [default: compiled; eager with --tensor-parallel]",
 )
 @click.option(
     "--decoder-batch-sizes",
@@ -88,6 +86,13 @@ from corolla.serving.parameters import parse_blocks
     default=0,
     help="Token positions of the KV cache. [default: 16384 with grouped or multi-query attention, else 4096]",
 )
+@click.option(
+    "--tensor-parallel",
+    type=int,
+    default=1,
+    show_default=True,
+    help="Processes, and GPUs, that share out the heads and layers of each block range.",
+)
 @click.option("--relative", is_flag=True, help="Write the checkpoint's path relative to the repository.")
 def command(
     checkpoint: str,
@@ -101,11 +106,12 @@ def command(
     quant: str | None,
     device: str,
     max_batch_size: int,
-    decoder: str,
+    decoder: str | None,
     decoder_batch_sizes: str | None,
     batch_channel_capacity: int,
     threads: int,
     attn_cache_tokens: int,
+    tensor_parallel: int,
     relative: bool,
 ) -> None:
     """Write a model repository that serves CHECKPOINT, a local folder in Hugging Face format or org/name on the hub.
@@ -123,12 +129,13 @@ def command(
         ranges=_ranges(range_size, ranges, config.num_hidden_layers),
         device=device,
         max_batch_size=max_batch_size,
-        decoder=decoder,
+        decoder=decoder or (COMPILED if tensor_parallel == 1 else EAGER),
         decoder_batch_sizes=parse_batch_sizes(decoder_batch_sizes, max_batch_size) if decoder_batch_sizes else (),
         batch_channel_capacity=batch_channel_capacity,
         threads=threads,
         attn_cache_tokens=attn_cache_tokens,
-        quant=resolve_quant(quant, config, device),
+        quant=resolve_quant(quant, config, device, tensor_parallel),
+        tensor_parallel=tensor_parallel,
     )
     if not no_weights:
         opened.fetch()

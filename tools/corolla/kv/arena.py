@@ -5,12 +5,15 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from corolla.kv.device_exports import DeviceExports
 from corolla.kv.layout import KVLayout
 from corolla.kv.run_directory import prepared_run_directory
 from corolla.kv.shared_memory import create_reserved
+from corolla.model.sharding import WHOLE, Shard
 
 
 @dataclass(frozen=True)
@@ -32,10 +35,17 @@ class KVArena:
     def __getitem__(self, block: int) -> BlockCache:
         return self._caches[block]
 
+    def copy(self, origins: NDArray[np.int64], targets: NDArray[np.int64]) -> None:
+        """Copies keys and values of all blocks from slots to slots."""
+        sources, to = torch.from_numpy(origins).to(self.device), torch.from_numpy(targets).to(self.device)
+        for cache in self._caches.values():
+            for slots in (cache.keys, cache.values):
+                slots.index_copy_(0, to, slots.index_select(0, sources))
 
-def host_arena(directory: Path, layout: KVLayout, blocks: range) -> KVArena:
-    """The arena in files of the run directory; their memory outlives every process."""
-    files = {block: directory / "kv" / f"block_{block:03d}" for block in blocks}
+
+def host_arena(directory: Path, layout: KVLayout, blocks: range, shard: Shard = WHOLE) -> KVArena:
+    """A shard's arena in files of the run directory; their memory outlives every process."""
+    files = {block: directory / "kv" / f"block_{block:03d}{shard.suffix()}" for block in blocks}
     with prepared_run_directory(directory, layout):
         (directory / "kv").mkdir(exist_ok=True)
         for file in files.values():
@@ -44,9 +54,14 @@ def host_arena(directory: Path, layout: KVLayout, blocks: range) -> KVArena:
 
 
 def device_arena(
-    exports: DeviceExports, layout: KVLayout, blocks: range, device: torch.device, forget: Callable[[int], None]
+    exports: DeviceExports,
+    layout: KVLayout,
+    blocks: range,
+    device: torch.device,
+    forget: Callable[[int], None],
+    shard: Shard = WHOLE,
 ) -> KVArena:
-    """The arena in memory of a device, allocated by the first process that hosts a block.
+    """A shard's arena in memory of a device, allocated by the first process that hosts a block.
 
     `forget` is called for each block whose memory is allocated: nothing is cached in it any more.
     """
@@ -58,7 +73,7 @@ def device_arena(
 
     caches = {}
     for block in blocks:
-        keys, values = exports.get(f"kv_{block:03d}", partial(allocate, block))["both"]
+        keys, values = exports.get(f"kv_{block:03d}{shard.suffix()}", partial(allocate, block))["both"]
         caches[block] = BlockCache(keys, values)
     return KVArena(layout, caches, device)
 

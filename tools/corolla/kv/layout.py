@@ -8,13 +8,17 @@ from transformers import PretrainedConfig
 
 from corolla.dtypes import dtype_named
 from corolla.model.shape import ModelShape
+from corolla.model.sharding import HeadShard, Shard
 
 DEFAULT_PAGE_SIZE = 16
 
 
 @dataclass(frozen=True)
 class KVLayout:
-    """Pages of `page_size` token positions; per block one key and one value of [kv_heads, head_dim] each."""
+    """Pages of `page_size` token positions; per block one key and one value of [kv_heads, head_dim] each.
+
+    With several `shards`, that is what each of them holds.
+    """
 
     pages: int
     page_size: int
@@ -22,18 +26,22 @@ class KVLayout:
     kv_heads: int
     head_dim: int
     dtype: str
+    shards: int = 1
 
     @classmethod
-    def of(cls, config: PretrainedConfig, dtype: str, attn_cache_tokens: int, page_size: int) -> "KVLayout":
+    def of(
+        cls, config: PretrainedConfig, dtype: str, attn_cache_tokens: int, page_size: int, shards: int = 1
+    ) -> "KVLayout":
         """The layout for a model: `attn_cache_tokens` rounded up to whole pages."""
         shape = ModelShape.of(config)
         return cls(
             pages=-(-attn_cache_tokens // page_size),
             page_size=page_size,
             blocks=shape.blocks,
-            kv_heads=shape.kv_heads,
+            kv_heads=len(HeadShard.of(config, Shard(0, shards)).kv_heads),
             head_dim=shape.head_dim,
             dtype=dtype,
+            shards=shards,
         )
 
     @property

@@ -18,6 +18,7 @@ class PagedCache:
     """
 
     def __init__(self, arena: KVArena, rows: StepRows) -> None:
+        self.rows = rows
         self._arena = arena
         device = arena.device
         ends = [start + rows.new_tokens for start in rows.starts]

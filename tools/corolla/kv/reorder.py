@@ -1,16 +1,17 @@
 """Beam search: rows take over each other's caches."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
 from operator import ge
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from corolla.kv.arena import KVArena
+from corolla.kv.layout import KVLayout
 from corolla.kv.session import Session
 from corolla.kv.steps import SessionSteps, StepRows
+
+CopySlots = Callable[[NDArray[np.int64], NDArray[np.int64]], None]
 
 
 class CacheReorderer:
@@ -20,11 +21,12 @@ class CacheReorderer:
     with equal numbers hold the same. The numbers are forgotten when another process stepped the session.
     """
 
-    def __init__(self, steps: SessionSteps, arena: KVArena, blocks: range) -> None:
+    def __init__(self, steps: SessionSteps, layout: KVLayout, copy: CopySlots) -> None:
+        """`copy` copies keys and values from slots to slots; see KVArena.copy."""
         self._steps = steps
-        self._arena = arena
-        self._blocks = blocks
-        self._page_size = arena.layout.page_size
+        self._layout = layout
+        self._copy_slots = copy
+        self._page_size = layout.page_size
         self._numbers = count(1)
         self._contents: dict[int, NDArray[np.int64]] = {}
         self.copied_pages = 0
@@ -72,7 +74,7 @@ class CacheReorderer:
         return [self._content_of(session, known) for session, known in zip(rows.sessions, mine.tolist(), strict=True)]
 
     def _content_of(self, session: Session, known: bool) -> NDArray[np.int64]:
-        if len(self._contents) > self._arena.layout.pages:
+        if len(self._contents) > self._layout.pages:
             self._contents.clear()
         if not known or session.epoch not in self._contents:
             pages = len(session.slots) // self._page_size
@@ -84,8 +86,4 @@ class CacheReorderer:
         targets = np.concatenate([pages[row][copy].ravel() for row, copy in enumerate(copies)])
         origins = np.concatenate([pages[source][copy].ravel() for source, copy in zip(sources, copies, strict=True)])
         self.copied_pages += len(targets) // self._page_size
-        device = self._arena.device
-        to, source_slots = torch.from_numpy(targets).to(device), torch.from_numpy(origins).to(device)
-        for block in self._blocks:
-            for slots in (self._arena[block].keys, self._arena[block].values):
-                slots.index_copy_(0, to, slots.index_select(0, source_slots))
+        self._copy_slots(origins, targets)

@@ -12,10 +12,14 @@ COMPILED, EAGER = "compiled", "eager"
 DECODERS = (COMPILED, EAGER)
 
 
-def check_decoder(decoder: str) -> None:
-    """InvalidValueError for an unknown kind of decoder."""
+def check_decoder(decoder: str, tensor_parallel: int) -> None:
+    """InvalidValueError for an unknown kind of decoder, or one that cannot run in so many shards."""
     if decoder not in DECODERS:
         raise InvalidValueError("decoder", decoder, ", ".join(DECODERS))
+    if tensor_parallel > 1 and decoder != EAGER:
+        raise InvalidValueError(
+            "decoder", decoder, f"{EAGER} where tensor_parallel, {tensor_parallel} here, is above 1"
+        )
 
 
 def parse_batch_sizes(text: str, max_batch_size: int) -> tuple[int, ...]:

@@ -1,5 +1,6 @@
 """A block range: consecutive decoder blocks over mapped weights."""
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -28,10 +29,17 @@ class StepCache(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
+def _alone(block: nn.Module) -> nn.Module:
+    return block
+
+
 class BlockRange:
     """Blocks [start, stop): hidden states [B, T, H] in, the same shape and dtype out."""
 
-    def __init__(self, parts: PreparedParts, blocks: range) -> None:
+    def __init__(
+        self, parts: PreparedParts, blocks: range, parallel: Callable[[nn.Module], nn.Module] = _alone
+    ) -> None:
+        """`parallel` makes of a block without weights the one of the shard in `parts`; all shards then run together."""
         config = parts.checkpoint.config
         family = family_of(config)
         if not 0 <= blocks.start < blocks.stop <= config.num_hidden_layers:
@@ -48,7 +56,8 @@ class BlockRange:
             load_kernels()
 
         def build(index: int) -> nn.Module:
-            return use_linears(family.block(config, index), parts.dtype, parts.quant, packed=parts.packed)
+            block = use_linears(family.block(config, index), parts.dtype, parts.quant, packed=parts.packed)
+            return parallel(block)
 
         self.layers = [
             load_module(lambda i=index: build(i), parts.load(block_part(index)), block_part(index))  # type: ignore[misc]

@@ -4,6 +4,7 @@ import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -12,11 +13,18 @@ from transformers import PretrainedConfig
 from corolla.errors import CheckpointError
 from corolla.model import families
 
+if TYPE_CHECKING:
+    from corolla.model.sharding import HeadShard
+
 Tensors = dict[str, torch.Tensor]
 
 
 def _unchanged(tensors: Tensors) -> Tensors:
     return tensors
+
+
+def _narrow_groups(block: nn.Module, heads: "HeadShard") -> None:
+    cast(Any, block).self_attn.num_key_value_groups = heads.group
 
 
 @dataclass(frozen=True)
@@ -25,6 +33,9 @@ class Family:
 
     `base_prefix` is in front of all but the head, or of none. A block takes hidden states [B, T, H] and the keywords
     of BlockRange and gives the same shape; `block_tensors` makes its tensors of those in the checkpoint.
+
+    `sharding` is the block's plan for tensor parallelism where its config has none, see corolla.model.sharding;
+    `narrow` tells a block that it has some heads only.
     """
 
     block: Callable[[PretrainedConfig, int], nn.Module]
@@ -39,6 +50,8 @@ class Family:
     embedding_scale: Callable[[PretrainedConfig], float] | None = None
     embedding_norm: Callable[[PretrainedConfig], nn.Module] | None = None
     embedding_norm_prefix: str = ""
+    sharding: dict[str, str] | None = None
+    narrow: Callable[[nn.Module, "HeadShard"], None] = _narrow_groups
 
 
 def family_of(config: PretrainedConfig) -> Family:

@@ -177,6 +177,7 @@ def _backend_model(plan: RepositoryPlan, name: str, backend: str, max_batch_size
         "decoder": plan.decoder,
         "decoder_batch_sizes": joined(plan.batch_sizes),
         "batch_channel_capacity": str(plan.batch_channel_capacity),
+        "tensor_parallel": str(plan.tensor_parallel),
         "mirror": str(plan.mirror).lower(),
     }
     for key, value in settings.items():

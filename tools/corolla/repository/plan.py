@@ -12,6 +12,7 @@ from corolla.kernels.packing import GROUPS
 from corolla.kv.layout import DEFAULT_PAGE_SIZE, default_attn_cache_tokens
 from corolla.model.batch_sizes import COMPILED, check_decoder, default_batch_sizes
 from corolla.model.family import family_of
+from corolla.model.sharding import check_shards
 from corolla.quantization import NF4, NONE, check_quant
 
 DEFAULT_MAX_SHORT_TOKENS = 128
@@ -27,7 +28,7 @@ class RepositoryPlan:
     `checkpoint` is written as it is: a commit on the hub, a path, or a path relative to the repository's folder.
     `threads` 0 means one per core of the machine that serves. `decoder_batch_sizes` is as parse_batch_sizes gives it,
     empty for the default. With `mirror`, the dynamic batchers prefer these sizes; without it, which is for benchmarks,
-    they prefer none.
+    they prefer none. Each block range runs in `tensor_parallel` shards.
     `max_short_tokens` 0 means the default for `quant` and device.
     """
 
@@ -46,11 +47,13 @@ class RepositoryPlan:
     batch_channel_capacity: int = DEFAULT_BATCH_CHANNEL_CAPACITY
     mirror: bool = True
     quant: str = NONE
+    tensor_parallel: int = 1
 
     def __post_init__(self) -> None:
         family_of(self.config)
-        check_decoder(self.decoder)
-        check_fits(check_quant(self.quant), self.config)
+        check_shards(self.config, self.tensor_parallel)
+        check_decoder(self.decoder, self.tensor_parallel)
+        check_fits(check_quant(self.quant, self.tensor_parallel), self.config)
         if self.decoder == COMPILED and self.device == "cpu" and self.dtype.torch not in GROUPS:
             raise InvalidValueError("dtype", self.dtype.name, "float32, bfloat16 with the compiled decoder on CPUs")
         _check_between("batch_channel_capacity", self.batch_channel_capacity, 0, 1024)

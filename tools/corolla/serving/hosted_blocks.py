@@ -4,9 +4,11 @@ Apart from hosting.py, as these modules take a second of processor time to impor
 once: those that host no blocks do without.
 """
 
+from functools import partial
 from threading import Lock
+from typing import TYPE_CHECKING
 
-from corolla.kv.arena import device_arena, host_arena
+from corolla.kv.arena import KVArena, device_arena, host_arena
 from corolla.kv.reorder import CacheReorderer
 from corolla.kv.steps import SessionSteps
 from corolla.kv.table import SessionTable
@@ -15,6 +17,9 @@ from corolla.model.decoders import open_decoders
 from corolla.serving.blocks import BlocksService
 from corolla.serving.hosting import Host
 from corolla.serving.metrics import DecoderMetrics, MakeCounter
+
+if TYPE_CHECKING:
+    from corolla.serving.shards import ShardLeader
 
 
 class HostedBlocks:
@@ -25,7 +30,10 @@ class HostedBlocks:
         self._table = table
         self._guard = Lock()
         self._generation = host.exports.generation if host.exports else 0
-        self._service = _open_blocks(host, table)
+        self._leader = _start_shards(host) if host.shard.count > 1 else None
+        self._service = _open_blocks(host, table, self._leader)
+        if self._leader is not None:
+            self._leader.wait_until_ready()
 
     def count_rows(self, model: str, make_counter: MakeCounter) -> DecoderMetrics | None:
         """Reports what the decoders do as metrics; None with the eager decoder."""
@@ -40,18 +48,33 @@ class HostedBlocks:
         with self._guard:
             generation = self._host.exports.generation
             if generation != self._generation:
-                self._service = _open_blocks(self._host, self._table)
+                self._service = _open_blocks(self._host, self._table, self._leader)
                 self._generation = generation
             return self._service
 
 
-def _open_blocks(host: Host, table: SessionTable) -> BlocksService:
+def open_arena(host: Host, table: SessionTable) -> KVArena:
+    """The arena of a process, for the blocks of its model and its shard."""
     hosted = host.model.blocks
     if host.exports is None:
-        arena = host_arena(host.directory, host.layout, hosted)
+        return host_arena(host.directory, host.layout, hosted, host.shard)
+    return device_arena(host.exports, host.layout, hosted, host.device, table.forget_block, host.shard)
+
+
+def _open_blocks(host: Host, table: SessionTable, leader: "ShardLeader | None") -> BlocksService:
+    arena = open_arena(host, table)
+    steps = SessionSteps(table, host.model.blocks, lambda: host.parts.generation)
+    if leader is None:
+        blocks = BlockRange(host.parts, host.model.blocks)
+        reorderer = CacheReorderer(steps, host.layout, arena.copy)
     else:
-        arena = device_arena(host.exports, host.layout, hosted, host.model.device, table.forget_block)
-    steps = SessionSteps(table, hosted, lambda: host.parts.generation)
-    blocks = BlockRange(host.parts, hosted)
+        blocks = leader.blocks(host)
+        reorderer = CacheReorderer(steps, host.layout, partial(leader.copy, arena))
     decoders = open_decoders(host.parts, blocks, arena, host.model.decoder_batch_sizes)
-    return BlocksService(blocks, arena, steps, CacheReorderer(steps, arena, hosted), decoders)
+    return BlocksService(blocks, arena, steps, reorderer, decoders)
+
+
+def _start_shards(host: Host) -> "ShardLeader":
+    from corolla.serving.shards import ShardLeader
+
+    return ShardLeader(host)

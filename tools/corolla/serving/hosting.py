@@ -15,30 +15,39 @@ from corolla.kv.run_directory import run_directory
 from corolla.kv.table import SessionTable
 from corolla.kv.token_log import TokenLog
 from corolla.model.shape import ModelShape
+from corolla.model.sharding import Shard
 from corolla.serving.parameters import ServedModel
 
 
 class Host:
     """Opens what the models of one process need, from the model's parameters."""
 
-    def __init__(self, model: ServedModel) -> None:
+    def __init__(self, model: ServedModel, rank: int = 0) -> None:
+        """`rank` is that of the shard this process is to be; shards are on devices that follow each other."""
         logging.basicConfig(format="corolla: %(message)s")
         logging.getLogger("corolla").setLevel(logging.INFO)
-        torch.set_num_threads(model.threads or len(os.sched_getaffinity(0)))
         self.model = model
+        self.shard = Shard(rank, model.tensor_parallel)
+        torch.set_num_threads(model.threads or self._share_of_cores())
+        self.device = model.device
+        if model.device.type == "cuda":
+            self.device = torch.device("cuda", model.device.index + rank)
         self.checkpoint = open_checkpoint(model.checkpoint)
         self.directory = run_directory()
-        self.layout = KVLayout.of(self.checkpoint.config, model.dtype.name, model.attn_cache_tokens, model.page_size)
-        on_device = model.device.type != "cpu"
+        self.layout = KVLayout.of(
+            self.checkpoint.config, model.dtype.name, model.attn_cache_tokens, model.page_size, self.shard.count
+        )
+        on_device = self.device.type != "cpu"
         self.exports = DeviceExports(self.directory / "exports") if on_device else None
         self.parts = PreparedParts(
             self.checkpoint,
             model.dtype.torch,
             DiskCache.default(),
-            model.device,
+            self.device,
             self.exports,
             model.packed,
             model.quant,
+            self.shard,
         )
 
     def session_table(self) -> SessionTable:
@@ -48,6 +57,9 @@ class Host:
     def token_log(self) -> TokenLog:
         """The server's log of generated tokens."""
         return TokenLog(self.directory, self.layout)
+
+    def _share_of_cores(self) -> int:
+        return max(1, len(os.sched_getaffinity(0)) // self.shard.count)
 
 
 def keep_what_is_loaded() -> None:

@@ -19,7 +19,7 @@ class ServedModel:
     """One model of the repository, as its backend finds it.
 
     `blocks` is empty where the model hosts none; `threads` 0 means one per core of the machine.
-    `decoder_batch_sizes`, descending, is empty with the eager decoder.
+    `decoder_batch_sizes`, descending, is empty with the eager decoder. Block ranges run in `tensor_parallel` shards.
     """
 
     name: str
@@ -34,6 +34,7 @@ class ServedModel:
     decoder_batch_sizes: tuple[int, ...]
     batch_channel_capacity: int
     quant: str
+    tensor_parallel: int
 
     @property
     def packed(self) -> bool:
@@ -59,7 +60,8 @@ class ServedModel:
                 max_short_tokens=_natural(values, "max_short_tokens"),
                 decoder_batch_sizes=_decoder_batch_sizes(config, values),
                 batch_channel_capacity=_natural(values, "batch_channel_capacity"),
-                quant=check_quant(values["quant"]),
+                quant=check_quant(values["quant"], _natural(values, "tensor_parallel")),
+                tensor_parallel=_natural(values, "tensor_parallel"),
             )
         except KeyError as error:
             raise CorollaError(
@@ -76,7 +78,7 @@ def _device(arguments: dict[str, str]) -> torch.device:
 
 def _decoder_batch_sizes(config: dict[str, Any], values: dict[str, str]) -> tuple[int, ...]:
     """The sizes to compile for; CorollaError where the dynamic batcher of a block range aims at others."""
-    check_decoder(values["decoder"])
+    check_decoder(values["decoder"], _natural(values, "tensor_parallel"))
     if values["decoder"] == EAGER:
         return ()
     sizes = parse_batch_sizes(values["decoder_batch_sizes"], _natural(values, "max_batch_size"))

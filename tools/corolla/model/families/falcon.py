@@ -1,7 +1,7 @@
 """Falcon in all its forms: multi-query, grouped or full attention, rotations or linear biases; on our attention."""
 
 from copy import copy
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from corolla.model.alibi import alibi_slopes
 from corolla.model.attention import attend
 from corolla.model.family import Family
 from corolla.model.shape import ModelShape
+from corolla.model.sharding import COLWISE, HEADS, ROWWISE, HeadShard
 
 
 class Attention(FalconAttention):
@@ -24,9 +25,16 @@ class Attention(FalconAttention):
 
     def __init__(self, config: PretrainedConfig, index: int) -> None:
         super().__init__(config, index)
+        self.all_heads = config.num_attention_heads
+        self.heads = range(self.all_heads)
         self.kv_heads = ModelShape.of(config).kv_heads
-        self.num_key_value_groups = self.num_heads // self.kv_heads
+        self.num_key_value_groups = self.all_heads // self.kv_heads
         self.alibi = config.alibi
+
+    def narrow(self, heads: HeadShard) -> None:
+        """Leaves these heads."""
+        self.heads, self.num_heads = heads.heads, len(heads.heads)
+        self.kv_heads, self.num_key_value_groups = len(heads.kv_heads), heads.group
 
     def forward(
         self, hidden_states: torch.Tensor, *, layer_past: dict[str, Any], **_: Any
@@ -38,7 +46,8 @@ class Attention(FalconAttention):
         key, value = heads[:, :, :, -2].transpose(1, 2), heads[:, :, :, -1].transpose(1, 2)
         slopes = None
         if self.alibi:
-            slopes = alibi_slopes(self.num_heads, query.device).bfloat16()  # rounded in training, whatever the dtype
+            slopes = alibi_slopes(self.all_heads, query.device)[self.heads.start : self.heads.stop]
+            slopes = slopes.bfloat16()  # rounded in training, whatever the dtype
         else:
             query, key = apply_rotary_pos_emb(query, key, *layer_past["position_embeddings"])
         cache = layer_past["past_key_values"]
@@ -67,6 +76,10 @@ def _final_norm(config: PretrainedConfig) -> nn.Module:
     return nn.LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon)
 
 
+def _narrow(block: nn.Module, heads: HeadShard) -> None:
+    cast(Attention, block.self_attention).narrow(heads)
+
+
 FAMILY = Family(
     block=Block,
     rotary_embedding=FalconRotaryEmbedding,
@@ -75,4 +88,11 @@ FAMILY = Family(
     embedding_prefix="word_embeddings.",
     block_prefix="h.{}.",
     norm_prefix="ln_f.",
+    sharding={
+        "self_attention.query_key_value": HEADS,
+        "self_attention.dense": ROWWISE,
+        "mlp.dense_h_to_4h": COLWISE,
+        "mlp.dense_4h_to_h": ROWWISE,
+    },
+    narrow=_narrow,
 )
