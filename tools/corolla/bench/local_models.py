@@ -74,6 +74,7 @@ def _served_chain(plan: RepositoryPlan) -> ServedModel:
         decoder_batch_sizes=plan.batch_sizes if plan.decoder == COMPILED else (),
         batch_channel_capacity=plan.batch_channel_capacity,
         quant=plan.quant,
+        adapters={},
     )
 
 

@@ -4,7 +4,9 @@ import os
 from pathlib import Path
 
 import click
+from transformers import PretrainedConfig
 
+from corolla.checkpoint.lora import AdapterFolder
 from corolla.checkpoint.resolution import resolve_dtype
 from corolla.checkpoint.source import Source, find_source, open_checkpoint
 from corolla.dtypes import DTYPES
@@ -87,7 +89,11 @@ from corolla.serving.parameters import parse_blocks
     default=0,
     help="Token positions of the KV cache. [default: 16384 with grouped or multi-query attention, else 4096]",
 )
-@click.option("--relative", is_flag=True, help="Write the checkpoint's path relative to the repository.")
+@click.option(
+    "--adapters", multiple=True, metavar="NAME=ADAPTER",
+    help="LoRA adapter to load at the start, a local folder or org/name on the hub; may be given repeatedly.",
+)
+@click.option("--relative", is_flag=True, help="Write local paths relative to the repository.")
 def command(
     checkpoint: str,
     out: Path,
@@ -105,6 +111,7 @@ def command(
     batch_channel_capacity: int,
     threads: int,
     attn_cache_tokens: int,
+    adapters: tuple[str, ...],
     relative: bool,
 ) -> None:
     """Write a model repository that serves CHECKPOINT, a local folder in Hugging Face format or org/name on the hub.
@@ -128,6 +135,7 @@ def command(
         threads=threads,
         attn_cache_tokens=attn_cache_tokens,
         quant=quant or default_quant(device),
+        adapters={name: _written(found, out, relative) for name, found in _adapters(adapters, config, token)},
     )
     if not no_weights:
         opened.fetch()
@@ -142,9 +150,21 @@ def _written(source: Source, out: Path, relative: bool) -> Source:
     """What the repository is to say."""
     if not isinstance(source, Path):
         if relative:
-            raise InvalidValueError("--relative", source, "only with a local folder")
+            raise InvalidValueError("--relative", source, "only with local folders")
         return source
     return Path(os.path.relpath(source.resolve(), out.resolve())) if relative else source.resolve()
+
+
+def _adapters(texts: tuple[str, ...], config: PretrainedConfig, token: str | None) -> list[tuple[str, Source]]:
+    """Names and sources, each of which can be used."""
+    found: list[tuple[str, Source]] = []
+    for text in texts:
+        name, equals, source = text.partition("=")
+        if not equals or name in dict(found):
+            raise InvalidValueError("--adapters", text, "name=folder or name=org/name, each name once")
+        found.append((name, find_source(source, token=token)))
+        AdapterFolder(found[-1][1], config).prepared()
+    return found
 
 
 def _ranges(range_size: int | None, ranges: str | None, blocks: int) -> list[range]:

@@ -6,6 +6,7 @@ once: those that host no blocks do without.
 
 from threading import Lock
 
+from corolla.kv.adapters import AdapterTable
 from corolla.kv.arena import device_arena, host_arena
 from corolla.kv.reorder import CacheReorderer
 from corolla.kv.steps import SessionSteps
@@ -14,6 +15,7 @@ from corolla.model.block_range import BlockRange
 from corolla.model.decoders import open_decoders
 from corolla.serving.blocks import BlocksService
 from corolla.serving.hosting import Host
+from corolla.serving.lora import ProcessAdapters
 from corolla.serving.metrics import DecoderMetrics, MakeCounter
 
 
@@ -53,5 +55,7 @@ def _open_blocks(host: Host, table: SessionTable) -> BlocksService:
         arena = device_arena(host.exports, host.layout, hosted, host.model.device, table.forget_block)
     steps = SessionSteps(table, hosted, lambda: host.parts.generation)
     blocks = BlockRange(host.parts, hosted)
-    decoders = open_decoders(host.parts, blocks, arena, host.model.decoder_batch_sizes)
-    return BlocksService(blocks, arena, steps, CacheReorderer(steps, arena, hosted), decoders)
+    sizes = host.model.decoder_batch_sizes
+    decoders = open_decoders(host.parts, blocks, arena, sizes, adapters=bool(host.model.adapters))
+    adapters = ProcessAdapters(AdapterTable(table.database), host.parts, hosted)
+    return BlocksService(blocks, arena, steps, CacheReorderer(steps, arena, hosted), adapters, decoders)

@@ -19,7 +19,7 @@ class ServedModel:
     """One model of the repository, as its backend finds it.
 
     `blocks` is empty where the model hosts none; `threads` 0 means one per core of the machine.
-    `decoder_batch_sizes`, descending, is empty with the eager decoder.
+    `decoder_batch_sizes`, descending, is empty with the eager decoder. `adapters` are loaded when the server starts.
     """
 
     name: str
@@ -34,6 +34,7 @@ class ServedModel:
     decoder_batch_sizes: tuple[int, ...]
     batch_channel_capacity: int
     quant: str
+    adapters: dict[str, Source]
 
     @property
     def packed(self) -> bool:
@@ -60,6 +61,7 @@ class ServedModel:
                 decoder_batch_sizes=_decoder_batch_sizes(config, values),
                 batch_channel_capacity=_natural(values, "batch_channel_capacity"),
                 quant=check_quant(values["quant"]),
+                adapters=_adapters(values["adapters"], repository),
             )
         except KeyError as error:
             raise CorollaError(
@@ -102,6 +104,11 @@ def parse_blocks(text: str) -> range:
     if not (colon and start.isdecimal() and end.isdecimal() and int(start) < int(end)):
         raise InvalidValueError("blocks", text, "start:end with start < end, such as 0:4")
     return range(int(start), int(end))
+
+
+def _adapters(text: str, repository: Path) -> dict[str, Source]:
+    """Of a JSON object of sources by name."""
+    return {name: written_source(source, repository) for name, source in json.loads(text).items()}
 
 
 def _natural(values: dict[str, Any], name: str) -> int:
