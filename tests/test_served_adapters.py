@@ -1,5 +1,7 @@
 """Adapters on a real server: chosen per request and per row, loaded and unloaded while it runs."""
 
+import os
+import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -104,19 +106,20 @@ def test_rows_of_a_batch_have_adapters_of_their_own(adapted: Adapted) -> None:
     ]
     stepped = wire.infer("head", hidden_states=np.concatenate(outputs, 1))["logits"]
     np.testing.assert_allclose(stepped, expected, rtol=0, atol=1e-4)
+    own, other = texts(ids[0])[:, None], texts("a")[:, None]
     with pytest.raises(RequestError, match=r"INVALID_ARGUMENT: adapter: 'a' is not allowed; allowed: 'b'"):
-        wire.infer("chain", hidden_states=hidden[:1, :1], session_id=texts(ids[0])[:, None], adapter=texts("a")[:, None])
+        wire.infer("chain", hidden_states=hidden[:1, :1], session_id=own, adapter=other)
     for session_id in ids:
         sessions.close(session_id)
 
 
 def test_load_use_unload_at_run_time(adapted: Adapted) -> None:
     """A generation that has the adapter ends as if it were still there."""
-    prompt = random_prompt(6, seed=1)
+    prompt, long = random_prompt(6, seed=1), random_prompt(129, seed=1)
     with pytest.raises(CorollaError, match="adapter: 'c' is not loaded on this server; loaded: a, b; load it with"):
         adapted.streamed("c", prompt, 4)
     assert '"name": "c"' in adapted.command("load", f"c={adapted.folder / 'c'}")
-    assert adapted.streamed("c", random_prompt(129, seed=1), 24) == adapted.expected("c", random_prompt(129, seed=1), 24)
+    assert adapted.streamed("c", long, 24) == adapted.expected("c", long, 24)
     with CorollaClient(adapted.remote.server.grpc) as client:
         chunks = client.generate(text_of(prompt), max_tokens=400, adapter="c")
         text = next(chunks).text
@@ -145,9 +148,6 @@ def test_a_process_that_is_replaced_knows_the_adapters(adapted: Adapted) -> None
     adapted.command("load", f"c={adapted.folder / 'c'}")
     prompt = random_prompt(8, seed=4)
     (pid,) = adapted.remote.server.stub_pids("chain")
-    import os
-    import signal
-
     os.kill(pid, signal.SIGKILL)
     wait_until(lambda: adapted.remote.server.stub_pids("chain") not in ([], [pid]), timeout=30)
     assert adapted.streamed("c", prompt, 4) == adapted.expected("c", prompt, 4)

@@ -36,8 +36,8 @@ class BlockProgram(Protocol):
 class ProgramSpec:
     """What to compile: one block of a checkpoint in a dtype, for `rows` rows and pages of `page_size` positions.
 
-    0 `rows` are any number of them. `quant` is how linear layers are quantized. With `adapters`, rows may be adapted; see
-    corolla.model.lora.
+    0 `rows` are any number of them. `quant` is how linear layers are quantized. With `adapters`, rows may be adapted;
+    see corolla.model.lora.
     """
 
     checkpoint: str
