@@ -135,7 +135,10 @@ def command(
         threads=threads,
         attn_cache_tokens=attn_cache_tokens,
         quant=quant or default_quant(device),
-        adapters={name: _written(found, out, relative) for name, found in _adapters(adapters, config, token)},
+        adapters={
+            name: _written(found, out, relative) if isinstance(found, Path) else found
+            for name, found in _adapters(adapters, config, token)
+        },
     )
     if not no_weights:
         opened.fetch()
@@ -150,7 +153,7 @@ def _written(source: Source, out: Path, relative: bool) -> Source:
     """What the repository is to say."""
     if not isinstance(source, Path):
         if relative:
-            raise InvalidValueError("--relative", source, "only with local folders")
+            raise InvalidValueError("--relative", source, "only with a local folder")
         return source
     return Path(os.path.relpath(source.resolve(), out.resolve())) if relative else source.resolve()
 
