@@ -20,7 +20,6 @@ from corolla.client import CorollaClient
 from corolla.errors import CorollaError
 from lora_adapters import AdaptedReference, write_adapter
 from reference import Reference
-from waiting import wait_until
 from wire import GrpcWire, RequestError, texts
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -145,10 +144,11 @@ def test_what_is_no_adapter_is_refused_and_changes_nothing(adapted: Adapted) -> 
 
 
 def test_a_process_that_is_replaced_knows_the_adapters(adapted: Adapted) -> None:
+    """Prompts of 129 tokens are computed by the ranges; `generate` waits for those that are being replaced."""
     adapted.command("load", f"c={adapted.folder / 'c'}")
-    prompt = random_prompt(8, seed=4)
-    (pid,) = adapted.remote.server.stub_pids("chain")
+    (pid,) = adapted.remote.server.stub_pids("blocks_00_02")
     os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: adapted.remote.server.stub_pids("chain") not in ([], [pid]), timeout=30)
+    prompt = random_prompt(129, seed=4)
     assert adapted.streamed("c", prompt, 4) == adapted.expected("c", prompt, 4)
+    assert adapted.remote.server.stub_pids("blocks_00_02") != [pid]
     adapted.command("unload", "c")
