@@ -154,7 +154,6 @@ class CompiledChain:
             (hidden_states,) = program(inputs)
         return hidden_states
 
-
     def step_adapted(
         self,
         hidden_states: torch.Tensor,
@@ -179,7 +178,8 @@ class CompiledChain:
 
 
 class EagerChain:
-    """On other devices: the modules themselves, for any number of rows; graphs are captured from it."""
+    """The modules themselves, for any number of rows: on other devices, where graphs are captured from it, and for
+    rows with adapters until their programs are compiled."""
 
     def __init__(self, blocks: BlockRange, arena: KVArena) -> None:
         self._layers = blocks.layers
