@@ -67,16 +67,19 @@ class LocalServer:
         ):
             self.embedding = Embedding(self._host("embed").parts)
             self.head = Head(self._host("head").parts)
-            self.table = self._host("sessions").session_table()
+            sessions = self._host("sessions")
+            self.table = sessions.session_table()
+            self.adapters = sessions.adapters(self.table)
+            self.adapters.load_first(sessions.model.adapters)
             self._token_log = self._host("generate").token_log()
             self.ranges = [self._blocks(f"blocks_{r.start:02d}_{r.stop:02d}").current for r in plan.ranges]
             self._chain = self._blocks("chain")
             self.chain = self._chain.current
         self.checkpoint = open_checkpoint(served_model(self.repository, "generate").checkpoint)
 
-    def open(self, max_length: int) -> str:
+    def open(self, max_length: int, adapter: str = "") -> str:
         """The id of a new session."""
-        return self.table.open(OpenRequest(max_length)).id
+        return self.table.open(OpenRequest(max_length, adapter=adapter)).id
 
     def run_chain(self, hidden_states: torch.Tensor, *session: Any) -> torch.Tensor:
         """Hidden states [B, T, H] through all blocks at once; `session` as of BlocksRequest."""

@@ -12,6 +12,7 @@ import torch
 from checkpoints import BLOOM, MIXTRAL_WINDOW, QWEN2_MIXED, Case, random_prompt
 from corolla.checkpoint.disk_cache import DiskCache
 from corolla.checkpoint.folder import CheckpointFolder
+from corolla.checkpoint.lora import prepare_adapter
 from corolla.checkpoint.prepared import PreparedParts
 from corolla.kv.arena import host_arena
 from corolla.kv.layout import KVLayout
@@ -19,6 +20,8 @@ from corolla.model.attention import PagedRows
 from corolla.model.block_range import BlockRange
 from corolla.model.decoders import CompiledChain
 from corolla.model.ends import Embedding, Head
+from corolla.model.lora import RowAdapters
+from lora_adapters import AdaptedReference, write_adapter
 from reference import Reference
 
 ABSOLUTE = 1e-4
@@ -39,14 +42,21 @@ class CompiledModel:
         self.chain = CompiledChain(parts, self.blocks, host_arena(folder / "run", layout, range(case.blocks)), sizes=())
         self.embedding, self.head = Embedding(parts), Head(parts)
         self.reference = Reference(folder / "checkpoint")
+        self.checkpoint, self.cache = checkpoint, parts.cache
 
     @torch.inference_mode()
-    def step(self, input_ids: list[int], pages: torch.Tensor, positions: list[int]) -> torch.Tensor:
+    def step(
+        self, input_ids: list[int], pages: torch.Tensor, positions: list[int], adapters: RowAdapters = ()
+    ) -> torch.Tensor:
         """Logits [N, V] of one token per row."""
         rows = PagedRows(pages, torch.tensor(positions))
         cosines, sines = self.blocks.rotary(rows.positions[:, None])
         hidden_states = self.embedding(torch.tensor(input_ids)[:, None])
-        return self.head(self.chain(hidden_states, cosines, sines, rows))[:, 0]
+        if adapters:
+            output = self.chain.step_adapted(hidden_states, cosines, sines, rows, adapters)
+        else:
+            output = self.chain(hidden_states, cosines, sines, rows)
+        return self.head(output)[:, 0]
 
 
 @pytest.fixture(scope="module")
@@ -78,3 +88,22 @@ def test_prompts_and_steps_of_two_sessions_equal_the_whole(models: dict[str, Com
         got = torch.cat([first[session], *(logits[session, None] for logits in later)])
         expected = model.reference.logits(torch.tensor([prompt]))[0]
         torch.testing.assert_close(got, expected, rtol=0, atol=ABSOLUTE)
+
+
+@pytest.mark.parametrize("ready", [False, True], ids=["modules", "compiled"])
+def test_rows_with_adapters_equal_peft(models: dict[str, CompiledModel], tmp_path: Path, ready: bool) -> None:
+    """Until the program for them is compiled, the modules of packed weights do the same."""
+    model = models[BLOOM.name]
+    targets = ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"]
+    path = write_adapter(model.checkpoint.path, tmp_path, 1, r=5, target_modules=targets)
+    prepared = prepare_adapter(path, model.checkpoint.config, model.cache)
+    own = prepared.adapter(model.blocks.blocks, torch.device("cpu"))
+    if ready:
+        model.chain.compile_adapted()
+    prompt = random_prompt(20, seed=20)
+    pages = torch.arange(4).int().view(2, -1)
+    got = torch.stack([model.step([token] * 2, pages, [i] * 2, [None, own]) for i, token in enumerate(prompt)])
+    references = (model.reference, AdaptedReference(model.checkpoint.path, path))
+    expected = torch.stack([reference.logits(torch.tensor([prompt]))[0] for reference in references], 1)
+    assert (expected[:, 0] - expected[:, 1]).abs().max() > 0.1, "the adapter must matter"
+    torch.testing.assert_close(got, expected, rtol=0, atol=ABSOLUTE)

@@ -22,6 +22,7 @@ from corolla.bench.serving import local_folder
 from corolla.bench.serving import make_plan as bench_plan
 from corolla.checkpoint.disk_cache import DiskCache
 from corolla.checkpoint.hub import HubModel, resolve
+from corolla.checkpoint.lora import AdapterFolder
 from corolla.checkpoint.parts import EMBEDDING, block_part
 from corolla.checkpoint.prepared import PreparedParts
 from corolla.checkpoint.source import find_source, open_checkpoint, written_source
@@ -29,6 +30,7 @@ from corolla.cli.main import cli
 from corolla.errors import CheckpointError, EnvironmentProblemError, InvalidValueError
 from hub_server import Hub, hub_server
 from local_server import LocalServer, make_plan, served_model
+from lora_adapters import write_adapter
 from test_checkpoint_folder import single_torch_file, torch_files
 
 ID = "flowers/daisy"
@@ -91,6 +93,27 @@ def test_repository_of_a_model_on_the_hub_serves_its_commit(hub: Hub, grouped: S
     torch.testing.assert_close(logits, grouped.reference.logits(input_ids), rtol=0, atol=1e-4)
     server.engine().stop()  # it has opened the tokenizer
     assert hub.asked == [], "what a server needs was fetched before"
+
+
+def test_adapters_on_the_hub_and_in_folders(hub: Hub, grouped: Served, tmp_path: Path) -> None:
+    """Beside a checkpoint whose path is relative; what the repository says can be opened."""
+    path = write_adapter(grouped.checkpoint, tmp_path / "adapter", 1, r=2, target_modules=["q_proj"])
+    commit = hub.add(ID, path)
+    options = ("--out", tmp_path / "repository", "--adapters", f"far={ID}", "--adapters", f"near={path}", "--relative")
+    result = init(grouped.checkpoint, *options)
+    assert (result.exit_code, result.exception) == (0, None)
+    adapters = served_model(tmp_path / "repository", "sessions").adapters
+    assert adapters == {"far": HubModel(ID, commit), "near": path}
+    config = open_checkpoint(grouped.checkpoint).config
+    far, near = (AdapterFolder(source, config).prepared() for source in adapters.values())
+    assert all(torch.equal(far[name], near[name]) for name in far | near)
+
+
+def test_adapters_that_init_refuses(grouped: Served, tmp_path: Path) -> None:
+    for text, message in (("nothing", "--adapters: 'nothing' is not"), (f"a={tmp_path}", "holds no adapter_config")):
+        result = init(grouped.checkpoint, "--out", tmp_path / "repository", "--adapters", text)
+        assert message in str(result.exception)
+    assert not (tmp_path / "repository").exists()
 
 
 @pytest.mark.parametrize("suffix", ["safetensors", "bin"])

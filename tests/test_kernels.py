@@ -21,6 +21,7 @@ from corolla.kernels.ops import paged_attention
 from corolla.kernels.packing import pack, unpack
 from corolla.kernels.quantized_packing import pack_int8, pack_nf4
 from corolla.model.alibi import alibi_slopes
+from corolla.model.lora import Adapter, AdapterTables, GroupedRows
 
 DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCE = {torch.float32: {"rtol": 0, "atol": 1e-4}, torch.bfloat16: {"rtol": 2**-7, "atol": 1e-2}}
@@ -136,6 +137,27 @@ def test_expert_linear_refuses_experts_that_do_not_exist() -> None:
     for expert in (-1, 2):
         with pytest.raises(RuntimeError, match=r"expert_linear: weight of shape .* does not fit"):
             torch.ops.corolla.expert_linear(torch.zeros(1, 7), pack(torch.zeros(2, 9, 7)), torch.tensor([expert]), 9)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 7])
+def test_tables_of_adapters_add_what_groups_of_rows_do(rows: int, dtype: torch.dtype) -> None:
+    """Ranks differ; the second layer is adapted by one of them only."""
+    layers = ((0, "first"), (0, "second"))
+    weights = {
+        (rank, layer): (random(rank, 33, dtype=torch.float32, seed=rank), random(rank, 50, dtype=torch.float32))
+        for rank in (2, 9)
+        for layer in layers
+    }
+    two = Adapter({layer: weights[2, layer] for layer in layers})
+    nine = Adapter({layers[0]: weights[9, layers[0]]})
+    adapters = [(two, None, nine, two)[row % 4] for row in range(rows)]
+    x, y = random(rows, 1, 33, dtype=dtype), random(rows, 1, 50, dtype=dtype, seed=1)
+    (table,) = AdapterTables([layers]).of_rows(adapters)
+    for index, layer in enumerate(layers):
+        expected = GroupedRows(adapters).add(layer, x, y)
+        assert not torch.equal(expected, y)
+        torch.testing.assert_close(torch.ops.corolla.lora_add(y, x, table, index), expected, **TOLERANCE[dtype])
 
 
 def test_paged_attention_of_one_session_is_causal_attention() -> None:

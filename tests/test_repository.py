@@ -114,6 +114,10 @@ def test_no_model_uses_what_stalls_the_batcher(plan: RepositoryPlan) -> None:
         ({"attn_cache_tokens": 15}, "attn_cache_tokens: 15 is not allowed; allowed: 16 to"),
         ({"attn_cache_tokens": -16}, "attn_cache_tokens: -16 "),
         ({"tensor_parallel": 3}, "tensor_parallel: 3 is not allowed; allowed: 1, 2, as the 8 attention heads"),
+        (
+            {"tensor_parallel": 2, "decoder": "eager", "adapters": {"poet": Path("/adapters/poet")}},
+            "adapter: 'poet' is not allowed; allowed: none where tensor_parallel, 2 here, is above 1",
+        ),
         ({"tensor_parallel": 2}, "decoder: 'compiled' is not allowed; allowed: eager where tensor_parallel, 2 here"),
         (
             {"tensor_parallel": 2, "decoder": "eager", "quant": "nf4"},

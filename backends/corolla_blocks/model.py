@@ -35,6 +35,7 @@ def _read(request):
         session_ids=strings(request, "session_id"),
         starts=integers(request, "start_position"),
         hypo_ids=integers(request, "hypo_ids"),
+        adapters=strings(request, "adapter"),
     )
 
 

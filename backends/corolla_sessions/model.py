@@ -22,8 +22,10 @@ class TritonPythonModel:
     """Triton's interface of a Python model."""
 
     def initialize(self, args):
-        table = Host(ServedModel.from_arguments(args)).session_table()
-        self._service = SessionsService(table)
+        host = Host(ServedModel.from_arguments(args))
+        table = host.session_table()
+        self._service = SessionsService(table, host.adapters(table))
+        self._service.adapters.load_first(host.model.adapters)
         self._reaper = Reaper(table)
         self._places = Semaphore(MAX_WAITING)
         self._waiting = ThreadPoolExecutor(MAX_WAITING, thread_name_prefix="open")
@@ -37,6 +39,8 @@ class TritonPythonModel:
 
     def _answer_or_defer(self, request):
         operation = answered(lambda: scalar(request, "operation"))
+        if operation == "load_adapter":
+            return self._defer_loading(request)
         if operation != "open":
             return answered(lambda: self._answer(request))
         sender = request.get_response_sender()
@@ -51,13 +55,23 @@ class TritonPythonModel:
                 return error_response(error)
         except CorollaError as error:
             return error_response(error)
+        return self._defer(sender, lambda: self._service.open(opening, sender.is_cancelled))
+
+    def _defer_loading(self, request):
+        """Fetching and preparing an adapter may take long."""
+        fields = answered(lambda: _read_adapter(request, "adapter", "source"))
+        if not isinstance(fields, list):
+            return fields
+        return self._defer(request.get_response_sender(), lambda: self._service.load_adapter(*fields))
+
+    def _defer(self, sender, call):
         if not self._places.acquire(blocking=False):
             return error_response(OverloadedError(f"{MAX_WAITING} requests wait already; retry later"))
-        self._waiting.submit(self._open, opening, sender)
+        self._waiting.submit(self._answer_later, call, sender)
         return None
 
-    def _open(self, opening, sender):
-        answer = answered(lambda: _reply(self._service.open(opening, sender.is_cancelled)))
+    def _answer_later(self, call, sender):
+        answer = answered(lambda: _reply(call()))
         self._places.release()
         sender.send(answer, flags=FINAL)
 
@@ -69,17 +83,31 @@ class TritonPythonModel:
         if operation == "close":
             required("session_id", session_id, operation)
             return _reply(self._service.close(session_id))
-        raise InvalidValueError("operation", operation, "open, close, stat")
+        if operation == "list_adapters":
+            return _reply(self._service.list_adapters())
+        if operation == "unload_adapter":
+            return _reply(self._service.unload_adapter(*_read_adapter(request, "adapter")))
+        allowed = "open, close, stat, load_adapter, unload_adapter, list_adapters"
+        raise InvalidValueError("operation", operation, allowed)
 
 
 def _read_open(request):
     max_length = scalar(request, "max_length")
     required("max_length", max_length, "open")
-    optional = {name: scalar(request, name) for name in ("timeout", "priority", "idle_timeout")}
+    optional = {name: scalar(request, name) for name in ("timeout", "priority", "idle_timeout", "adapter")}
     return OpenRequest(max_length, **{name: value for name, value in optional.items() if value is not None})
 
 
+def _read_adapter(request, *names):
+    values = [scalar(request, name) for name in names]
+    for name, value in zip(names, values, strict=True):
+        required(name, value, scalar(request, "operation"))
+    return values
+
+
 def _reply(reply):
-    outputs = asdict(reply)
-    session_id = np.array([outputs.pop("session_id").encode()], dtype=object)
-    return response(session_id=session_id, **{name: np.array([value], np.int64) for name, value in outputs.items()})
+    return response(**{name: _array(value) for name, value in asdict(reply).items()})
+
+
+def _array(value):
+    return np.array([value.encode()], dtype=object) if isinstance(value, str) else np.array([value], np.int64)

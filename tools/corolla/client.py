@@ -28,6 +28,7 @@ _OPTIONS = {
     "priority": "INT32",
     "timeout": "FP32",
     "session_id": "BYTES",
+    "adapter": "BYTES",
     "sampling_parameters": "BYTES",
     "stop_words": "BYTES",
     "bad_words": "BYTES",
@@ -40,6 +41,8 @@ _SESSION_FIELDS = {
     "timeout": "FP32",
     "priority": "INT32",
     "idle_timeout": "FP32",
+    "adapter": "BYTES",
+    "source": "BYTES",
 }
 
 
@@ -95,7 +98,7 @@ class CorollaClient:
             self._client.stop_stream(cancel_requests=not ended)
 
     def sessions(self, operation: str, **fields: str | float | None) -> dict[str, Any]:
-        """Calls the `sessions` model: open, close or stat; the reply's fields by name (docs/protocol.md).
+        """Calls an operation of the `sessions` model; the reply's fields by name (docs/protocol.md).
 
         Raises CorollaError with the server's message.
         """

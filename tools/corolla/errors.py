@@ -17,6 +17,10 @@ class CheckpointError(CorollaError):
     """A checkpoint folder cannot be used."""
 
 
+class AdapterError(CheckpointError):
+    """An adapter cannot be used, or not with this checkpoint."""
+
+
 class NotFoundError(CorollaError):
     """Something named in a request does not exist on this server."""
 

@@ -120,7 +120,9 @@ def _run(models: LocalModels, limits: EngineLimits, requests: Sequence[Generatio
     assert isinstance(models.table, WatchedTable)
     watch = models.table.watch
     chain = models.chain
-    watched = WatchedChain(chain.blocks, chain.arena, chain.steps, chain.reorderer, chain.decoders, watch=watch)
+    watched = WatchedChain(
+        chain.blocks, chain.arena, chain.steps, chain.reorderer, chain.adapters, chain.decoders, watch=watch
+    )
     engine = GenerateEngine(
         checkpoint=models.checkpoint,
         embedding=models.embedding,

@@ -75,6 +75,7 @@ def _served_chain(plan: RepositoryPlan) -> ServedModel:
         batch_channel_capacity=plan.batch_channel_capacity,
         quant=plan.quant,
         tensor_parallel=1,
+        adapters={},
     )
 
 

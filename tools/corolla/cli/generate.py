@@ -21,6 +21,7 @@ from corolla.client import DEFAULT_ADDRESS, CorollaClient
 @click.option("--top-p", type=float)
 @click.option("--repetition-penalty", type=float)
 @click.option("--random-seed", type=int)
+@click.option("--adapter", help="One that is loaded; see `corolla adapters list`.")
 @click.option("--stop-word", "stop_words", multiple=True, help="The text ends before it; may be given repeatedly.")
 def command(text: str, address: str, stop_words: tuple[str, ...], **options: Any) -> None:
     """Print TEXT and what a running server generates after it, as it comes."""

@@ -4,7 +4,9 @@ import os
 from pathlib import Path
 
 import click
+from transformers import PretrainedConfig
 
+from corolla.checkpoint.lora import AdapterFolder
 from corolla.checkpoint.resolution import resolve_dtype, resolve_quant
 from corolla.checkpoint.source import Source, find_source, open_checkpoint
 from corolla.dtypes import DTYPES
@@ -93,7 +95,11 @@ from corolla.serving.parameters import parse_blocks
     show_default=True,
     help="Processes, and GPUs, that share out the heads and layers of each block range.",
 )
-@click.option("--relative", is_flag=True, help="Write the checkpoint's path relative to the repository.")
+@click.option(
+    "--adapters", multiple=True, metavar="NAME=ADAPTER",
+    help="LoRA adapter to load at the start, a local folder or org/name on the hub; may be given repeatedly.",
+)
+@click.option("--relative", is_flag=True, help="Write local paths relative to the repository.")
 def command(
     checkpoint: str,
     out: Path,
@@ -112,6 +118,7 @@ def command(
     threads: int,
     attn_cache_tokens: int,
     tensor_parallel: int,
+    adapters: tuple[str, ...],
     relative: bool,
 ) -> None:
     """Write a model repository that serves CHECKPOINT, a local folder in Hugging Face format or org/name on the hub.
@@ -136,6 +143,10 @@ def command(
         attn_cache_tokens=attn_cache_tokens,
         quant=resolve_quant(quant, config, device, tensor_parallel),
         tensor_parallel=tensor_parallel,
+        adapters={
+            name: _written(found, out, relative) if isinstance(found, Path) else found
+            for name, found in _adapters(adapters, config, token)
+        },
     )
     if not no_weights:
         opened.fetch()
@@ -153,6 +164,18 @@ def _written(source: Source, out: Path, relative: bool) -> Source:
             raise InvalidValueError("--relative", source, "only with a local folder")
         return source
     return Path(os.path.relpath(source.resolve(), out.resolve())) if relative else source.resolve()
+
+
+def _adapters(texts: tuple[str, ...], config: PretrainedConfig, token: str | None) -> list[tuple[str, Source]]:
+    """Names and sources, each of which can be used."""
+    found: list[tuple[str, Source]] = []
+    for text in texts:
+        name, equals, source = text.partition("=")
+        if not equals or name in dict(found):
+            raise InvalidValueError("--adapters", text, "name=folder or name=org/name, each name once")
+        found.append((name, find_source(source, token=token)))
+        AdapterFolder(found[-1][1], config).prepared()
+    return found
 
 
 def _ranges(range_size: int | None, ranges: str | None, blocks: int) -> list[range]:

@@ -9,6 +9,7 @@ from corolla import __version__
 from corolla.errors import CorollaError
 
 COMMANDS = {
+    "adapters": "List, load and unload the adapters of a running server.",
     "bench": "Measure a checkpoint on this machine, beside transformers, and draw the figures.",
     "cache": "Look at, shrink or empty the disk cache of prepared blocks.",
     "demo": "Serve a repository, generate once and stop the server.",

@@ -33,8 +33,9 @@ def stat(session_id: str | None, address: str) -> None:
 @click.option("--timeout", type=float, default=0.0, show_default=True, help="Seconds to wait for room.")
 @click.option("--priority", type=int, default=0, show_default=True, help="Lower is served first.")
 @click.option("--idle-timeout", type=float, help="Seconds without a step after which the session ends.")
+@click.option("--adapter", help="Adapts all steps of the session.")
 @_address
-def open_session(address: str, **options: float | None) -> None:
+def open_session(address: str, **options: str | float | None) -> None:
     """Open a session and print its id and what it reserved, as JSON."""
     _call(address, "open", **options)
 

@@ -21,6 +21,7 @@ from corolla.generate.request import DEFAULT_MAX_TOKENS, GenerationRequest
 from corolla.generate.sampling import Prediction, TokenChooser
 from corolla.generate.sequence import Output, Sequence
 from corolla.generate.text import TextStream
+from corolla.kv.adapters import AdapterTable
 from corolla.kv.session import OpenRequest, Session
 from corolla.kv.steps import Row
 from corolla.kv.table import CacheFullError, SessionTable, UnknownSessionError
@@ -129,7 +130,13 @@ class GenerateEngine:
         """Starts a generation that fits at once; another one waits for room without holding up others."""
         max_length = len(sequence.prompt_ids) + sequence.max_tokens
         request = sequence.request
-        wanted = OpenRequest(max_length, timeout=0.0, priority=request.priority, idle_timeout=KEEP_BROKEN_OFF)
+        wanted = OpenRequest(
+            max_length,
+            timeout=0.0,
+            priority=request.priority,
+            idle_timeout=KEEP_BROKEN_OFF,
+            adapter=request.adapter,
+        )
         try:
             session = self._table.open(wanted)
         except CacheFullError as error:
@@ -166,6 +173,9 @@ class GenerateEngine:
         token_ids, prompt_length = self._log.read(session)
         if not prompt_length:
             raise InvalidValueError("session_id", session_id, "a session that `generate` opened")
+        adapter = AdapterTable(self._table.database).name(session.adapter)
+        if request.adapter not in (None, adapter):
+            raise InvalidValueError("adapter", request.adapter, f"{adapter!r}, with which the session was opened")
         room = session.max_length - prompt_length
         return self._sequence(request, output, token_ids[:prompt_length], room), session, token_ids[prompt_length:]
 

@@ -19,13 +19,15 @@ class GenerationRequest:
 
     `max_tokens` counts new tokens; None: 16, or what is left of the context. `temperature` 0 or `top_k` 1 mean
     greedy. `session_id` names a generation that was broken off: the text after `text_input` is sent again and
-    goes on from there. `stop_words` end the text and are not part of it; `bad_words` never occur in it. `echo` puts the
-    prompt in front of the first text. `random_seed` None: unpredictable. Lower `priority` is served first: 0 is for
-    people who wait, larger numbers for batch work. `timeout` is how long to wait for room in the cache, in seconds.
+    goes on from there. `adapter` is the name of a loaded one. `stop_words` end the text and are not part of it;
+    `bad_words` never occur in it. `echo` puts the prompt in front of the first text. `random_seed` None: unpredictable.
+    Lower `priority` is served first: 0 is for people who wait, larger numbers for batch work. `timeout` is how long to
+    wait for room in the cache, in seconds.
     """
 
     text_input: str
     session_id: str | None = None
+    adapter: str | None = None
     max_tokens: int | None = None
     min_tokens: int = 0
     temperature: float | None = None
@@ -91,8 +93,8 @@ def _sampling_parameters(text: str | None) -> dict[str, tuple[str, Any]]:
 
 
 def _plain(name: str, value: Any) -> Any:
-    """Numbers and booleans that came as strings, as genai-perf sends them; stop words stay text."""
-    if not isinstance(value, str) or name in ("stop", "bad_words"):
+    """Numbers and booleans that came as strings, as genai-perf sends them; words and names stay text."""
+    if not isinstance(value, str) or name in ("stop", "bad_words", "lora_name"):
         return value
     try:
         return json.loads(value.lower())
@@ -131,6 +133,12 @@ def _boolean(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise InvalidValueError(name, value, "true or false")
     return value
+
+
+def _name(name: str, value: Any) -> str | None:
+    if not isinstance(value, str):
+        raise InvalidValueError(name, value, "the name of a loaded adapter")
+    return value or None
 
 
 def _words(name: str, value: Any) -> tuple[str, ...]:
@@ -174,6 +182,7 @@ _FIELDS: dict[str, Callable[[str, Any], Any]] = {
     "stop_words": _words,
     "bad_words": _words,
     "ignore_eos": _boolean,
+    "adapter": _name,
 }
 
 _SINGLE_VALUED = {"beam_width": 1, "n": 1, "best_of": 1, "use_beam_search": False}
@@ -190,4 +199,4 @@ _SAMPLING_PARAMETERS = {
         "presence_penalty", "frequency_penalty", "bad_words", "ignore_eos", "length_penalty",
         "n", "best_of", "use_beam_search",
     )
-} | {"stop": "stop_words", "seed": "random_seed"}  # fmt: skip
+} | {"stop": "stop_words", "seed": "random_seed", "lora_name": "adapter"}  # fmt: skip

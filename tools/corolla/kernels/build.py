@@ -13,7 +13,7 @@ import torch
 from corolla.checkpoint.disk_cache import DiskCache
 from corolla.errors import EnvironmentProblemError
 
-SOURCES = tuple(Path(__file__).with_name(name) for name in ("cpu.cpp", "quantized.h", "tile.h", "pool.h"))
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("cpu.cpp", "quantized.h", "tile.h", "lora.h", "pool.h"))
 """The first is compiled and includes the others."""
 FLAGS = ("-std=c++20", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-w")
 

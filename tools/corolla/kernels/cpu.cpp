@@ -18,6 +18,7 @@
 #include <limits>
 #include <vector>
 
+#include "lora.h"
 #include "quantized.h"
 #include "tile.h"
 
@@ -290,4 +291,7 @@ TORCH_LIBRARY_IMPL(corolla, CPU, library) {
   library.impl("packed_linear", packed_linear);
   library.impl("expert_linear", expert_linear);
   library.impl("paged_attention", paged_attention);
+  library.impl("lora_add", [](const at::Tensor& y, const at::Tensor& x, const at::Tensor& adapters, int64_t layer) {
+    return corolla::lora_add(y, x, adapters, layer, kernel_threads());
+  });
 }

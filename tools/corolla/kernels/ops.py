@@ -1,4 +1,4 @@
-"""The operators of the compiled decoder, in `torch.ops.corolla`: linear layers on packed weights, and paged attention.
+"""The operators of the compiled decoder, in `torch.ops.corolla`: linear layers, their adapters and paged attention.
 
 CPU tensors take the kernels of cpu.cpp, loaded by build.py; every other device takes what PyTorch offers.
 """
@@ -19,6 +19,7 @@ _library.define(
     "Tensor positions, float scale, int window=0, Tensor? slopes=None) -> Tensor"
 )
 _library.define("expert_linear(Tensor x, Tensor weight, Tensor experts, int out_features) -> Tensor")
+_library.define("lora_add(Tensor y, Tensor x, Tensor adapters, int layer) -> Tensor")
 
 
 @torch.library.register_fake("corolla::packed_linear", lib=_library)
@@ -57,6 +58,11 @@ def _expert_linear_shape(
     x: torch.Tensor, weight: torch.Tensor, experts: torch.Tensor, out_features: int
 ) -> torch.Tensor:
     return x.new_empty((x.shape[0], out_features))
+
+
+@torch.library.register_fake("corolla::lora_add", lib=_library)
+def _lora_add_shape(y: torch.Tensor, x: torch.Tensor, adapters: torch.Tensor, layer: int) -> torch.Tensor:
+    return torch.empty_like(y, memory_format=torch.contiguous_format)
 
 
 def paged_attention(

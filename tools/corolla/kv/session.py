@@ -14,7 +14,7 @@ class Session:
 
     `record` is its row in the shared records, `epoch` the number that record must still show, `max_length` the
     positions it may use, `pages` int32 its pages in order, `slots` [reserved positions] int64 where in the arena
-    each position lies; `contiguous` tells that these are neighbours.
+    each position lies; `contiguous` tells that these are neighbours; `adapter` is the number of its adapter.
     """
 
     id: str
@@ -24,6 +24,7 @@ class Session:
     pages: NDArray[np.int32]
     slots: NDArray[np.int64]
     contiguous: bool
+    adapter: int = 0
 
 
 @dataclass(frozen=True)
@@ -31,13 +32,14 @@ class OpenRequest:
     """What a caller wants reserved.
 
     `timeout` is how long to wait for room, in seconds; lower `priority` is served first, then earlier arrival;
-    the session ends after `idle_timeout` seconds without a step.
+    the session ends after `idle_timeout` seconds without a step. All its steps are adapted by the named `adapter`.
     """
 
     max_length: int
     timeout: float = 0.0
     priority: int = 0
     idle_timeout: float = DEFAULT_IDLE_TIMEOUT
+    adapter: str | None = None
 
 
 @dataclass(frozen=True)
@@ -60,3 +62,4 @@ class SessionStatus:
     length: int
     idle_seconds: float
     idle_timeout: float
+    adapter: str

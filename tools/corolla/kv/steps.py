@@ -106,6 +106,10 @@ class SessionSteps:
         """Positions cached in every block of this process; UnknownSessionError."""
         return int(self._lengths[self._look_up(session_id).record].min())
 
+    def adapter(self, session_id: str) -> int:
+        """The number of the session's adapter; UnknownSessionError."""
+        return self._look_up(session_id).adapter
+
     def marks(self, rows: StepRows) -> NDArray[np.int64]:
         """The marks [B, blocks, 2] of the last step of each row's session; see SessionRecords."""
         return self._marks[rows.records]
@@ -144,7 +148,7 @@ class SessionSteps:
         signature = 0
         available = cached
         if sources is not None:
-            _check_sources(sources, len(sessions))
+            _check_sources(sources, sessions)
             available = [cached[source] for source in sources]
             signature = _signature(sources, sessions, starts, new_tokens)
         for session, start, length in zip(sessions, starts, available, strict=True):
@@ -156,10 +160,12 @@ class SessionSteps:
         return StepRows(sessions, records, starts, cached, new_tokens, sources, signature)
 
 
-def _check_sources(sources: list[int], rows: int) -> None:
-    for source in sources:
-        if not 0 <= source < rows:
-            raise InvalidValueError("hypo_ids", source, f"0 to {rows - 1}, rows of the same request")
+def _check_sources(sources: list[int], sessions: list[Session]) -> None:
+    for session, source in zip(sessions, sources, strict=True):
+        if not 0 <= source < len(sessions):
+            raise InvalidValueError("hypo_ids", source, f"0 to {len(sessions) - 1}, rows of the same request")
+        if sessions[source].adapter != session.adapter:
+            raise InvalidValueError("hypo_ids", source, "a row whose session has the same adapter")
 
 
 def _signature(sources: list[int], sessions: list[Session], starts: list[int], new_tokens: int) -> int:

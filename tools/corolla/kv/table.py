@@ -1,18 +1,17 @@
 """The session table: who has which pages, who waits for some. SQLite, so that a killed process leaves it whole."""
 
 import math
-import os
 import secrets
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from threading import local
 
 import apsw
 import numpy as np
 
 from corolla.errors import InvalidValueError, NotFoundError, OverloadedError
+from corolla.kv import adapters
+from corolla.kv.database import Database
 from corolla.kv.layout import KVLayout
 from corolla.kv.pins import RecordPins
 from corolla.kv.records import CLOSED, SessionRecords, now_ns
@@ -31,14 +30,14 @@ _SCHEMA = """
 PRAGMA journal_mode = WAL;
 CREATE TABLE IF NOT EXISTS sessions (
     record INTEGER PRIMARY KEY, id TEXT UNIQUE NOT NULL, epoch INTEGER NOT NULL, max_length INTEGER NOT NULL,
-    idle_ns INTEGER NOT NULL, closing INTEGER NOT NULL DEFAULT 0);
+    idle_ns INTEGER NOT NULL, adapter INTEGER NOT NULL, closing INTEGER NOT NULL DEFAULT 0);
 CREATE TABLE IF NOT EXISTS pages (
     page INTEGER PRIMARY KEY, record INTEGER NOT NULL, position INTEGER NOT NULL);
 CREATE INDEX IF NOT EXISTS pages_of_record ON pages (record, position);
 CREATE TABLE IF NOT EXISTS waiting (
     ticket INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE NOT NULL, max_length INTEGER NOT NULL,
-    priority INTEGER NOT NULL, idle_ns INTEGER NOT NULL, arrived_ns INTEGER NOT NULL, deadline_ns INTEGER NOT NULL,
-    process TEXT NOT NULL);
+    priority INTEGER NOT NULL, idle_ns INTEGER NOT NULL, adapter INTEGER NOT NULL, arrived_ns INTEGER NOT NULL,
+    deadline_ns INTEGER NOT NULL, process TEXT NOT NULL);
 """
 
 
@@ -59,38 +58,37 @@ class UnknownSessionError(NotFoundError):
 class SessionTable:
     """Opens, finds and closes sessions; every process of a server has its own object on the same file.
 
-    Records and pages are given out and taken back in one transaction. `synchronous = OFF` suits a directory in
-    memory: a killed process loses nothing, and a lost machine has lost the cache as well.
+    Records and pages are given out and taken back in one transaction.
     """
 
     def __init__(self, directory: Path, layout: KVLayout, context_length: int) -> None:
         self.layout = layout
         self._longest = min(context_length, layout.slots)
-        self._file = directory / "sessions.sqlite"
-        self._connections = local()
+        self.database = Database(directory / "sessions.sqlite")
         with prepared_run_directory(directory, layout):
             self.records = SessionRecords(directory, layout)
             self.pins = RecordPins(directory / "pins")
-            self._connection().execute(_SCHEMA).fetchall()
+            self.database.connection().execute(_SCHEMA + adapters.SCHEMA).fetchall()
 
     def open(self, request: OpenRequest, is_cancelled: Callable[[], bool] = lambda: False) -> Session:
         """Reserves pages for `request.max_length` positions, waiting its turn up to `request.timeout`.
 
-        Raises InvalidValueError for a length that could never fit, CacheFullError when the timeout ends or
-        `is_cancelled` tells that nobody waits for the session any more.
+        Raises InvalidValueError for a length that could never fit, UnknownAdapterError, and CacheFullError when the
+        timeout ends or `is_cancelled` tells that nobody waits for the session any more.
         """
         self.check(request)
         session_id = secrets.token_hex(16)
         deadline = now_ns() + int(request.timeout * 1e9)
-        with self._transaction() as connection:
+        with self.database.transaction() as connection:
             connection.execute(
-                "INSERT INTO waiting (id, max_length, priority, idle_ns, arrived_ns, deadline_ns, process)"
-                " VALUES (?, ?, ?, ?, ?, ?, ?)",
+                "INSERT INTO waiting (id, max_length, priority, idle_ns, adapter, arrived_ns, deadline_ns, process)"
+                " VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
                 (
                     session_id,
                     request.max_length,
                     request.priority,
                     int(request.idle_timeout * 1e9),
+                    adapters.number_of(connection, request.adapter),
                     now_ns(),
                     deadline,
                     str(ProcessIdentity.current()),
@@ -107,7 +105,7 @@ class SessionTable:
             time.sleep(pause)
             pause = min(1.5 * pause, LONGEST_POLL)
             if self._may_have_room(session_id):
-                with self._transaction() as connection:
+                with self.database.transaction() as connection:
                     self._grant(connection)
         return session
 
@@ -123,7 +121,7 @@ class SessionTable:
 
         Returns the tokens given back; raises UnknownSessionError.
         """
-        with self._transaction() as connection:
+        with self.database.transaction() as connection:
             row = connection.execute(
                 "SELECT record FROM sessions WHERE id = ? AND NOT closing", (session_id,)
             ).fetchone()
@@ -136,7 +134,7 @@ class SessionTable:
 
     def reap(self) -> None:
         """Frees sessions that were idle too long, and serves the waiting line."""
-        with self._transaction() as connection:
+        with self.database.transaction() as connection:
             self._grant(connection)
 
     def forget_block(self, block: int) -> None:
@@ -145,7 +143,7 @@ class SessionTable:
 
     def status(self) -> CacheStatus:
         """How much of the cache is free, and how many sessions are open and waiting."""
-        connection = self._connection()
+        connection = self.database.connection()
         used, opened, waiting = connection.execute(
             "SELECT (SELECT COUNT(*) FROM pages), (SELECT COUNT(*) FROM sessions WHERE NOT closing),"
             " (SELECT COUNT(*) FROM waiting)"
@@ -155,9 +153,10 @@ class SessionTable:
 
     def sessions(self) -> list[SessionStatus]:
         """All open sessions, oldest first."""
-        connection = self._connection()
+        connection = self.database.connection()
         rows = connection.execute(
-            "SELECT record, id, max_length, idle_ns FROM sessions WHERE NOT closing ORDER BY epoch"
+            "SELECT record, id, max_length, idle_ns, (SELECT name FROM adapters WHERE number = adapter) FROM sessions"
+            " WHERE NOT closing ORDER BY epoch"
         ).fetchall()
         return [
             SessionStatus(
@@ -167,8 +166,9 @@ class SessionTable:
                 length=_stepped_length(self.records.lengths[record].tolist()),
                 idle_seconds=(now_ns() - int(self.records.used[record])) / 1e9,
                 idle_timeout=idle_ns / 1e9,
+                adapter=adapter or "",
             )
-            for record, session_id, max_length, idle_ns in rows
+            for record, session_id, max_length, idle_ns, adapter in rows
         ]
 
     def check(self, request: OpenRequest) -> None:
@@ -183,16 +183,16 @@ class SessionTable:
             raise InvalidValueError("idle_timeout", request.idle_timeout, "more than 0, up to 86400 seconds")
 
     def _find(self, session_id: str) -> Session | None:
-        connection = self._connection()
+        connection = self.database.connection()
         rows = connection.execute(
-            "SELECT s.record, s.epoch, s.max_length, p.page FROM sessions s JOIN pages p USING (record)"
+            "SELECT s.record, s.epoch, s.max_length, s.adapter, p.page FROM sessions s JOIN pages p USING (record)"
             " WHERE s.id = ? AND NOT s.closing ORDER BY p.position",
             (session_id,),
         ).fetchall()
         if not rows:
             return None
-        record, epoch, max_length, _ = rows[0]
-        pages = np.array([row[3] for row in rows])
+        record, epoch, max_length, adapter, _ = rows[0]
+        pages = np.array([row[4] for row in rows])
         page_size = self.layout.page_size
         return Session(
             id=session_id,
@@ -202,10 +202,11 @@ class SessionTable:
             pages=pages.astype(np.int32),
             slots=(pages[:, None] * page_size + np.arange(page_size)).ravel(),
             contiguous=bool((np.diff(pages) == 1).all()),
+            adapter=adapter,
         )
 
     def _last_look(self, session_id: str, request: OpenRequest) -> Session:
-        with self._transaction() as connection:
+        with self.database.transaction() as connection:
             self._grant(connection)
             gave_up = connection.execute("DELETE FROM waiting WHERE id = ? RETURNING ticket", (session_id,)).fetchall()
         if not gave_up and (session := self._find(session_id)) is not None:
@@ -219,7 +220,7 @@ class SessionTable:
 
     def _may_have_room(self, session_id: str) -> bool:
         """Cheap look without a write lock: is anything free, expired or ended that this waiter could get?"""
-        connection = self._connection()
+        connection = self.database.connection()
         row = connection.execute("SELECT max_length FROM waiting WHERE id = ?", (session_id,)).fetchone()
         if row is None:
             return False
@@ -234,7 +235,7 @@ class SessionTable:
         for record in self._ended(connection):
             self._end(connection, record)
         line = connection.execute(
-            "SELECT ticket, id, max_length, idle_ns, arrived_ns, deadline_ns, process FROM waiting"
+            "SELECT ticket, id, max_length, idle_ns, adapter, arrived_ns, deadline_ns, process FROM waiting"
             " ORDER BY priority, ticket"
         ).fetchall()
         if not line:
@@ -242,7 +243,7 @@ class SessionTable:
         now = now_ns()
         used = {row[0] for row in connection.execute("SELECT page FROM pages")}
         free = [page for page in range(self.layout.pages) if page not in used]
-        for ticket, session_id, max_length, idle_ns, arrived, deadline, process in line:
+        for ticket, session_id, max_length, idle_ns, adapter, arrived, deadline, process in line:
             if (now > deadline + int(1e9)) or not ProcessIdentity.parse(process).is_alive():
                 connection.execute("DELETE FROM waiting WHERE ticket = ?", (ticket,))
                 continue
@@ -250,7 +251,7 @@ class SessionTable:
             if count <= len(free):
                 pages = _choose(free, count)
                 free = sorted(set(free).difference(pages))
-                self._allocate(connection, ticket, session_id, max_length, idle_ns, pages)
+                self._allocate(connection, ticket, session_id, max_length, idle_ns, adapter, pages)
             elif now - arrived > PATIENCE * 1e9:
                 break
 
@@ -261,6 +262,7 @@ class SessionTable:
         session_id: str,
         max_length: int,
         idle_ns: int,
+        adapter: int,
         pages: list[int],
     ) -> None:
         taken = {row[0] for row in connection.execute("SELECT record FROM sessions")}
@@ -268,8 +270,8 @@ class SessionTable:
         self.records.lengths[record] = 0
         self.records.used[record] = now_ns()
         connection.execute(
-            "INSERT INTO sessions (record, id, epoch, max_length, idle_ns) VALUES (?, ?, ?, ?, ?)",
-            (record, session_id, ticket, max_length, idle_ns),
+            "INSERT INTO sessions (record, id, epoch, max_length, idle_ns, adapter) VALUES (?, ?, ?, ?, ?, ?)",
+            (record, session_id, ticket, max_length, idle_ns, adapter),
         )
         connection.executemany(
             "INSERT INTO pages (page, record, position) VALUES (?, ?, ?)",
@@ -308,27 +310,6 @@ class SessionTable:
 
     def _pages_for(self, max_length: int) -> int:
         return -(-max_length // self.layout.page_size)
-
-    def _connection(self) -> apsw.Connection:
-        """One connection per thread."""
-        connection: apsw.Connection | None = getattr(self._connections, "connection", None)
-        if connection is None:
-            connection = apsw.Connection(os.fspath(self._file))
-            connection.set_busy_timeout(10_000)
-            connection.pragma("synchronous", "OFF")
-            self._connections.connection = connection
-        return connection
-
-    @contextmanager
-    def _transaction(self) -> Iterator[apsw.Connection]:
-        connection = self._connection()
-        connection.execute("BEGIN IMMEDIATE")
-        try:
-            yield connection
-        except BaseException:
-            connection.execute("ROLLBACK")
-            raise
-        connection.execute("COMMIT")
 
 
 def _stepped_length(lengths: list[int]) -> int:

@@ -14,6 +14,7 @@ from corolla.model import attention
 from corolla.model.family import family_of
 from corolla.model.linears import use_linears
 from corolla.model.loading import load_module
+from corolla.model.lora import GroupedRows, Layer, RowAdapters, adapted, linear_layers, make_adaptable
 from corolla.model.rotary import RotaryTable
 from corolla.model.shape import ModelShape
 
@@ -55,9 +56,15 @@ class BlockRange:
         if parts.packed:
             load_kernels()
 
+        self.adapted_layers: list[tuple[Layer, ...]] = []
+        """Of each block."""
+
         def build(index: int) -> nn.Module:
-            block = use_linears(family.block(config, index), parts.dtype, parts.quant, packed=parts.packed)
-            return parallel(block)
+            block = family.block(config, index)
+            names = list(linear_layers(block))
+            self.adapted_layers.append(tuple((index, name) for name in names))
+            block = use_linears(block, parts.dtype, parts.quant, packed=parts.packed)
+            return parallel(make_adaptable(block, index, names))
 
         self.layers = [
             load_module(lambda i=index: build(i), parts.load(block_part(index)), block_part(index))  # type: ignore[misc]
@@ -65,16 +72,18 @@ class BlockRange:
         ]
 
     @torch.inference_mode()
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden_states: torch.Tensor, adapters: RowAdapters = ()) -> torch.Tensor:
         """Whole sequences from position 0, no cache. InvalidValueError beyond the model's context."""
         self.check_length(hidden_states.shape[1])
         positions = torch.arange(hidden_states.shape[1], device=self.device)[None]
-        return self._run(hidden_states, positions, None, None)
+        with adapted(GroupedRows(adapters) if adapters else None):
+            return self._run(hidden_states, positions, None, None)
 
     @torch.inference_mode()
-    def step(self, hidden_states: torch.Tensor, cache: StepCache) -> torch.Tensor:
+    def step(self, hidden_states: torch.Tensor, cache: StepCache, adapters: RowAdapters = ()) -> torch.Tensor:
         """New positions of sessions, given by `cache`, which takes their keys and values."""
-        return self._run(hidden_states, cache.position_ids, cache.attention_mask, cache)
+        with adapted(GroupedRows(adapters) if adapters else None):
+            return self._run(hidden_states, cache.position_ids, cache.attention_mask, cache)
 
     def check_length(self, length: int) -> None:
         """InvalidValueError for an empty sequence or one beyond the model's context."""

@@ -15,6 +15,8 @@ from corolla.model.attention import PagedBlock, PagedRows
 from corolla.model.batch_sizes import size_for
 from corolla.model.block_range import BlockRange
 from corolla.model.graphs import GraphedChain
+from corolla.model.later import Later
+from corolla.model.lora import AdapterTables, GroupedRows, RowAdapters, adapted
 from corolla.model.programs import BlockProgram, BlockPrograms
 
 ANY = 0
@@ -32,19 +34,41 @@ class ChainStep(Protocol):
     ) -> torch.Tensor: ...
 
 
+class AdaptedStep(Protocol):
+    """Like ChainStep, with adapters of rows, for two rows or more."""
+
+    def __call__(
+        self,
+        hidden_states: torch.Tensor,
+        cosines: torch.Tensor,
+        sines: torch.Tensor,
+        rows: PagedRows,
+        adapters: RowAdapters,
+    ) -> torch.Tensor: ...
+
+
 class Decoders:
     """A chain compiled for each of `sizes`, descending. Used by one thread at a time.
 
     `rows` and `padding` count, per size, the rows that ran and those that were padded. Prompts of more rows than
-    the largest size run on `prompts`, which takes any number: they are bound by arithmetic, not by overhead.
+    the largest size run on `prompts`, which takes any number: they are bound by arithmetic, not by overhead. So do
+    steps in which a row has an adapter, on `adapted_step`; they are not counted.
     """
 
-    def __init__(self, chain: ChainStep, prompts: ChainStep, blocks: BlockRange, sizes: Sequence[int]) -> None:
+    def __init__(
+        self,
+        chain: ChainStep,
+        prompts: ChainStep,
+        adapted_step: AdaptedStep,
+        blocks: BlockRange,
+        sizes: Sequence[int],
+    ) -> None:
         self.sizes = tuple(sizes)
         self.rows: Counter[int] = Counter()
         self.padding: Counter[int] = Counter()
         self._chain = chain
         self._prompts = prompts
+        self._adapted_step = adapted_step
         self._rotary = blocks.rotary
 
     @torch.inference_mode()
@@ -65,18 +89,33 @@ class Decoders:
         cosines, sines = self._rotary(rows.positions[:, None])
         return self._prompts(hidden_states, cosines, sines, rows)
 
+    @torch.inference_mode()
+    def step_adapted(self, hidden_states: torch.Tensor, rows: PagedRows, adapters: RowAdapters) -> torch.Tensor:
+        """Like `prompt`, with an adapter for some of the rows at least."""
+        count = len(hidden_states)
+        missing = max(0, 2 - count)
+        hidden_states, rows = _padded(hidden_states, rows, missing)
+        cosines, sines = self._rotary(rows.positions[:, None])
+        return self._adapted_step(hidden_states, cosines, sines, rows, [*adapters, *[None] * missing])[:count]
+
     def _step(self, hidden_states: torch.Tensor, rows: PagedRows) -> torch.Tensor:
         count = len(hidden_states)
         size = size_for(count, self.sizes)
         missing = size - count
         self.rows[size] += count
         self.padding[size] += missing
-        if missing:
-            hidden_states = nn.functional.pad(hidden_states, (0, 0, 0, 0, 0, missing))
-            pages = nn.functional.pad(rows.pages, (0, 0, 0, missing))
-            rows = PagedRows(pages, nn.functional.pad(rows.positions, (0, missing), value=-1))
+        hidden_states, rows = _padded(hidden_states, rows, missing)
         cosines, sines = self._rotary(rows.positions[:, None])
         return self._chain(hidden_states, cosines, sines, rows)[:count]
+
+
+def _padded(hidden_states: torch.Tensor, rows: PagedRows, missing: int) -> tuple[torch.Tensor, PagedRows]:
+    """With so many rows of padding behind."""
+    if not missing:
+        return hidden_states, rows
+    pages = nn.functional.pad(rows.pages, (0, 0, 0, missing))
+    positions = nn.functional.pad(rows.positions, (0, missing), value=-1)
+    return nn.functional.pad(hidden_states, (0, 0, 0, 0, 0, missing)), PagedRows(pages, positions)
 
 
 class CompiledChain:
@@ -87,6 +126,8 @@ class CompiledChain:
         programs = BlockPrograms(parts, arena.layout.page_size)
         self._caches = [paged_block(arena, index) for index in blocks.blocks]
         self._weights = [list(layer.parameters()) for layer in blocks.layers]
+        self._tables = AdapterTables(blocks.adapted_layers)
+        self._eager = EagerChain(blocks, arena)
 
         def programs_of(size: int) -> list[BlockProgram]:
             layers = zip(blocks.layers, blocks.blocks, strict=True)
@@ -95,6 +136,12 @@ class CompiledChain:
         kinds = [*sizes, ANY]
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
             self._programs = dict(zip(kinds, pool.map(programs_of, kinds), strict=True))
+
+        def adapted_programs() -> list[BlockProgram]:
+            layers = zip(blocks.layers, blocks.blocks, strict=True)
+            return [programs.get(layer, index, ANY, adapters=True) for layer, index in layers]
+
+        self._adapted_programs = Later(adapted_programs)
 
     def __call__(
         self, hidden_states: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, rows: PagedRows
@@ -107,9 +154,32 @@ class CompiledChain:
             (hidden_states,) = program(inputs)
         return hidden_states
 
+    def step_adapted(
+        self,
+        hidden_states: torch.Tensor,
+        cosines: torch.Tensor,
+        sines: torch.Tensor,
+        rows: PagedRows,
+        adapters: RowAdapters,
+    ) -> torch.Tensor:
+        """See AdaptedStep. On programs for any number of rows; until they are compiled, on the modules themselves."""
+        programs = self._adapted_programs.get()
+        if programs is None:
+            return self._eager.step_adapted(hidden_states, cosines, sines, rows, adapters)
+        tables = self._tables.of_rows(adapters)
+        for program, cache, weights, table in zip(programs, self._caches, self._weights, tables, strict=True):
+            inputs = [hidden_states, cosines, sines, cache.keys, cache.values, rows.pages, rows.positions, *weights]
+            (hidden_states,) = program([*inputs, table])
+        return hidden_states
+
+    def compile_adapted(self) -> None:
+        """Compiles what `step_adapted` needs now, and waits for it."""
+        self._adapted_programs.wait()
+
 
 class EagerChain:
-    """On other devices: the modules themselves, for any number of rows; graphs are captured from it."""
+    """The modules themselves, for any number of rows: on other devices, where graphs are captured from it, and for
+    rows with adapters until their programs are compiled."""
 
     def __init__(self, blocks: BlockRange, arena: KVArena) -> None:
         self._layers = blocks.layers
@@ -130,16 +200,35 @@ class EagerChain:
             )
         return hidden_states
 
+    def step_adapted(
+        self,
+        hidden_states: torch.Tensor,
+        cosines: torch.Tensor,
+        sines: torch.Tensor,
+        rows: PagedRows,
+        adapters: RowAdapters,
+    ) -> torch.Tensor:
+        """See AdaptedStep."""
+        with adapted(GroupedRows(adapters)):
+            return self(hidden_states, cosines, sines, rows)
 
-def open_decoders(parts: PreparedParts, blocks: BlockRange, arena: KVArena, sizes: Sequence[int]) -> Decoders | None:
-    """The decoders of a process; None for no sizes, that is, with the eager decoder."""
+
+def open_decoders(
+    parts: PreparedParts, blocks: BlockRange, arena: KVArena, sizes: Sequence[int], *, adapters: bool = False
+) -> Decoders | None:
+    """The decoders of a process; None for no sizes, that is, with the eager decoder.
+
+    Those for rows with `adapters` are compiled now, else when there are any.
+    """
     if not sizes:
         return None
     if parts.packed:
         compiled = CompiledChain(parts, blocks, arena, sizes)
-        return Decoders(compiled, compiled, blocks, sizes)
+        if adapters:
+            compiled.compile_adapted()
+        return Decoders(compiled, compiled, compiled.step_adapted, blocks, sizes)
     eager = EagerChain(blocks, arena)
-    return Decoders(GraphedChain(eager), eager, blocks, sizes)
+    return Decoders(GraphedChain(eager), eager, eager.step_adapted, blocks, sizes)
 
 
 def paged_block(arena: KVArena, block: int) -> PagedBlock:

@@ -36,7 +36,8 @@ class BlockProgram(Protocol):
 class ProgramSpec:
     """What to compile: one block of a checkpoint in a dtype, for `rows` rows and pages of `page_size` positions.
 
-    0 `rows` are any number of them. `quant` is how linear layers are quantized.
+    0 `rows` are any number of them. `quant` is how linear layers are quantized. With `adapters`, rows may be adapted;
+    see corolla.model.lora.
     """
 
     checkpoint: str
@@ -45,6 +46,7 @@ class ProgramSpec:
     quant: str
     rows: int
     page_size: int
+    adapters: bool = False
 
 
 class BlockPrograms:
@@ -62,23 +64,23 @@ class BlockPrograms:
         self._disk = parts.cache
         self._loaded: dict[str, BlockProgram] = {}
 
-    def get(self, block: nn.Module, index: int, rows: int) -> BlockProgram:
+    def get(self, block: nn.Module, index: int, rows: int, *, adapters: bool = False) -> BlockProgram:
         """The program for `rows` rows (0: any number) of block `index`, compiled if it is not in the disk cache yet.
 
         EnvironmentProblemError when that fails, without a C++ compiler for example.
         """
-        key = self._key(block, index, rows)
+        key = self._key(block, index, rows, adapters)
         if key not in self._loaded:
-            spec = ProgramSpec(str(self._checkpoint), index, self._dtype, self._quant, rows, self._page_size)
+            spec = ProgramSpec(str(self._checkpoint), index, self._dtype, self._quant, rows, self._page_size, adapters)
             file = self._disk.file(f"programs/{key}.pt2", lambda target: _compile(spec, target))
             self._loaded[key] = torch._inductor.aoti_load_package(str(file)).loader.run
         return self._loaded[key]
 
-    def _key(self, block: nn.Module, index: int, rows: int) -> str:
+    def _key(self, block: nn.Module, index: int, rows: int, adapters: bool) -> str:
         weights = [(name, tuple(weight.shape), str(weight.dtype)) for name, weight in block.named_parameters()]
         versions = (FORMAT, machine_key(), transformers.__version__)
         kind = self._layer_types and self._layer_types[index]
-        parts = (*versions, rows, self._page_size, weights, kind, self._config_key)
+        parts = (*versions, rows, *(["adapters"] * adapters), self._page_size, weights, kind, self._config_key)
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
 
 

@@ -1,5 +1,6 @@
 """The configuration of every model of a server, as Triton's own protobuf."""
 
+import json
 from collections.abc import Iterable
 
 from tritonclient.grpc import model_config_pb2
@@ -84,6 +85,7 @@ def _ranges(plan: RepositoryPlan) -> ModelConfig:
 def _pipeline(plan: RepositoryPlan) -> ModelConfig:
     model = ModelConfig(name="pipeline", platform="ensemble", max_batch_size=plan.max_batch_size)
     model.input.append(ModelInput(name="input_ids", data_type=TYPE_INT64, dims=[-1]))
+    model.input.append(_optional("adapter", TYPE_STRING))
     model.output.append(_logits(plan))
     model.ensemble_scheduling.step.extend(
         [
@@ -106,10 +108,13 @@ def _sessions(plan: RepositoryPlan) -> ModelConfig:
             _optional("timeout", TYPE_FP32),
             _optional("priority", TYPE_INT32),
             _optional("idle_timeout", TYPE_FP32),
+            _optional("adapter", TYPE_STRING),
+            _optional("source", TYPE_STRING),
         ]
     )
     counters = ("max_length", "length", "reserved_tokens", "free_tokens", "total_tokens", "open_sessions", "waiting")
-    model.output.append(ModelOutput(name="session_id", data_type=TYPE_STRING, dims=[1]))
+    texts = ("session_id", "adapter", "adapters")
+    model.output.extend(ModelOutput(name=name, data_type=TYPE_STRING, dims=[1]) for name in texts)
     model.output.extend(ModelOutput(name=name, data_type=TYPE_INT64, dims=[1]) for name in counters)
     return model
 
@@ -134,6 +139,7 @@ def _generate(plan: RepositoryPlan) -> ModelConfig:
 
 _GENERATE_OPTIONS = (
     ("session_id", TYPE_STRING, 1),
+    ("adapter", TYPE_STRING, 1),
     ("sampling_parameters", TYPE_STRING, 1),
     ("stream", TYPE_BOOL, 1),
     ("exclude_input_in_output", TYPE_BOOL, 1),
@@ -179,6 +185,7 @@ def _backend_model(plan: RepositoryPlan, name: str, backend: str, max_batch_size
         "batch_channel_capacity": str(plan.batch_channel_capacity),
         "tensor_parallel": str(plan.tensor_parallel),
         "mirror": str(plan.mirror).lower(),
+        "adapters": json.dumps({name: str(source) for name, source in plan.adapters.items()}, sort_keys=True),
     }
     for key, value in settings.items():
         model.parameters[key].CopyFrom(_parameter(value))
@@ -192,10 +199,11 @@ def _instance(plan: RepositoryPlan) -> ModelInstanceGroup:
 
 
 def _range_steps(plan: RepositoryPlan, first: str, last: str, *, with_session: bool) -> Iterable[ModelEnsembling.Step]:
-    session = {name: name for name in ("session_id", "start_position", "hypo_ids")} if with_session else {}
+    session = ("session_id", "start_position", "hypo_ids") if with_session else ()
+    optional = {name: name for name in (*session, "adapter")}
     names = [first, *(f"hidden_states_{blocks.stop:02d}" for blocks in plan.ranges[:-1]), last]
     for blocks, source, target in zip(plan.ranges, names[:-1], names[1:], strict=True):
-        yield _step(blocks_name(blocks), {"hidden_states": source, **session}, {"output_hidden_states": target})
+        yield _step(blocks_name(blocks), {"hidden_states": source, **optional}, {"output_hidden_states": target})
 
 
 def _step(model: str, inputs: dict[str, str], outputs: dict[str, str]) -> ModelEnsembling.Step:
@@ -207,6 +215,7 @@ def _session_inputs() -> list[ModelInput]:
         _optional("session_id", TYPE_STRING),
         _optional("start_position", TYPE_INT32),
         _optional("hypo_ids", TYPE_INT32),
+        _optional("adapter", TYPE_STRING),
     ]
 
 

@@ -1,6 +1,7 @@
 """What a model repository is to contain, checked before anything is written."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from transformers import PretrainedConfig
 
@@ -9,6 +10,7 @@ from corolla.checkpoint.stored_quant import check_fits
 from corolla.dtypes import DType
 from corolla.errors import InvalidValueError
 from corolla.kernels.packing import GROUPS
+from corolla.kv.adapters import check_adaptable, check_name
 from corolla.kv.layout import DEFAULT_PAGE_SIZE, default_attn_cache_tokens
 from corolla.model.batch_sizes import COMPILED, check_decoder, default_batch_sizes
 from corolla.model.family import family_of
@@ -28,8 +30,8 @@ class RepositoryPlan:
     `checkpoint` is written as it is: a commit on the hub, a path, or a path relative to the repository's folder.
     `threads` 0 means one per core of the machine that serves. `decoder_batch_sizes` is as parse_batch_sizes gives it,
     empty for the default. With `mirror`, the dynamic batchers prefer these sizes; without it, which is for benchmarks,
-    they prefer none. Each block range runs in `tensor_parallel` shards.
-    `max_short_tokens` 0 means the default for `quant` and device.
+    they prefer none. `max_short_tokens` 0 means the default for `quant` and device. Each block range runs in
+    `tensor_parallel` shards. `adapters`, written like the checkpoint, are loaded when the server starts.
     """
 
     checkpoint: Source
@@ -48,6 +50,7 @@ class RepositoryPlan:
     mirror: bool = True
     quant: str = NONE
     tensor_parallel: int = 1
+    adapters: Mapping[str, Source] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         family_of(self.config)
@@ -56,6 +59,9 @@ class RepositoryPlan:
         check_fits(check_quant(self.quant, self.tensor_parallel), self.config)
         if self.decoder == COMPILED and self.device == "cpu" and self.dtype.torch not in GROUPS:
             raise InvalidValueError("dtype", self.dtype.name, "float32, bfloat16 with the compiled decoder on CPUs")
+        for name in self.adapters:
+            check_name(name)
+            check_adaptable(name, self.tensor_parallel)
         _check_between("batch_channel_capacity", self.batch_channel_capacity, 0, 1024)
         blocks = [block for blocks in self.ranges for block in blocks]
         if blocks != list(range(self.config.num_hidden_layers)):

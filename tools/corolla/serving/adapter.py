@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import triton_python_backend_utils as pb_utils
 
-from corolla.errors import CorollaError, InvalidValueError, NotFoundError, OverloadedError
+from corolla.errors import AdapterError, CorollaError, InvalidValueError, NotFoundError, OverloadedError
 
 REPLACEMENT_TIMEOUT = 30.0
 REPLACEMENT_POLL = 0.1
@@ -92,7 +92,7 @@ class _Counter:
 
 def _error_code(error: Exception) -> Any:
     codes = pb_utils.TritonError
-    if isinstance(error, InvalidValueError):
+    if isinstance(error, InvalidValueError | AdapterError):
         return codes.INVALID_ARG
     if isinstance(error, NotFoundError):
         return codes.NOT_FOUND

@@ -16,6 +16,7 @@ from corolla.kv.steps import Row, SessionSteps, StepRows
 from corolla.model.block_range import BlockRange
 from corolla.model.decoders import Decoders
 from corolla.serving.grouping import BlocksRequest, group_requests
+from corolla.serving.lora import ProcessAdapters
 
 MAX_CHUNK_TOKENS = 512
 """Positions, over all rows, that run at once: bounds the memory of a long prompt."""
@@ -44,6 +45,7 @@ class BlocksService:
     arena: KVArena
     steps: SessionSteps
     reorderer: CacheReorderer
+    adapters: ProcessAdapters
     decoders: Decoders | None = None
 
     def run(self, requests: Sequence[BlocksRequest]) -> list[torch.Tensor | CorollaError]:
@@ -91,7 +93,9 @@ class BlocksService:
                 if values is not None:
                     raise InvalidValueError(name, "a value without session_id", "only together with session_id")
         hidden_states = torch.cat([request.hidden_states for request in group]).to(self.blocks.device)
-        return self.blocks.forward(hidden_states).split([len(request.hidden_states) for request in group])
+        names = [name for r in group for name in r.adapters or [""] * len(r.hidden_states)]
+        adapters = self.adapters.of_rows(self.adapters.of_names(names))
+        return self.blocks.forward(hidden_states, adapters).split([len(request.hidden_states) for request in group])
 
     def _step_of(self, requests: list[BlocksRequest]) -> Step:
         hidden_states = torch.cat([request.hidden_states for request in requests]).to(self.blocks.device)
@@ -125,8 +129,14 @@ class BlocksService:
         self, decoders: Decoders, hidden_states: list[torch.Tensor], rows: list[StepRows]
     ) -> list[torch.Tensor]:
         flat = [states.reshape(-1, 1, states.shape[2]) for states in hidden_states]
-        run = decoders.step if all(step.new_tokens == 1 for step in rows) else decoders.prompt
-        outputs = run(torch.cat(flat) if len(flat) > 1 else flat[0], paged_rows(self.arena, rows))
+        joined = torch.cat(flat) if len(flat) > 1 else flat[0]
+        paged = paged_rows(self.arena, rows)
+        numbers = [session.adapter for step in rows for session in step.sessions for _ in range(step.new_tokens)]
+        if adapters := self.adapters.of_rows(numbers):
+            outputs = decoders.step_adapted(joined, paged, adapters)
+        else:
+            run = decoders.step if all(step.new_tokens == 1 for step in rows) else decoders.prompt
+            outputs = run(joined, paged)
         split = outputs.split([len(states) for states in flat])
         return [output.reshape(states.shape) for output, states in zip(split, hidden_states, strict=True)]
 
@@ -136,8 +146,9 @@ class BlocksService:
         if new_tokens == 0:
             return hidden_states
         chunk = max(1, MAX_CHUNK_TOKENS // len(hidden_states))
+        adapters = self.adapters.of_rows([session.adapter for session in rows.sessions])
         outputs = [
-            self.blocks.step(part, PagedCache(self.arena, rows.part(offset, part.shape[1])))
+            self.blocks.step(part, PagedCache(self.arena, rows.part(offset, part.shape[1])), adapters)
             for offset, part in zip(range(0, new_tokens, chunk), hidden_states.split(chunk, dim=1), strict=True)
         ]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
@@ -146,5 +157,13 @@ class BlocksService:
         ids = request.session_ids or []
         if len(set(ids)) < len(ids):
             raise InvalidValueError("session_id", max(ids, key=ids.count), "each session once in a batch")
+        if request.adapters is not None:
+            self._check_adapters(ids, request.adapters)
         starts = request.starts or [self.steps.length(session_id) for session_id in ids]
         return [Row(session_id, start) for session_id, start in zip(ids, starts, strict=True)]
+
+    def _check_adapters(self, session_ids: list[str], names: list[str]) -> None:
+        for session_id, name in zip(session_ids, names, strict=True):
+            own = self.adapters.table.name(self.steps.adapter(session_id))
+            if name != own:
+                raise InvalidValueError("adapter", name, f"{own!r}, with which the session was opened")

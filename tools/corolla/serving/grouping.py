@@ -11,13 +11,15 @@ import torch
 class BlocksRequest:
     """`hidden_states` [B, T, H]; with sessions, one id per row; without `starts`, rows go on where they are.
 
-    With `hypo_ids`, row i continues the cache of row `hypo_ids[i]` (beam search).
+    With `hypo_ids`, row i continues the cache of row `hypo_ids[i]` (beam search). `adapters` names one per row, or none
+    by an empty text; with sessions, they must be those that the sessions were opened with.
     """
 
     hidden_states: torch.Tensor
     session_ids: list[str] | None = None
     starts: list[int] | None = None
     hypo_ids: list[int] | None = None
+    adapters: list[str] | None = None
 
 
 SHORT, LONG, ALONE = range(3)

@@ -8,6 +8,7 @@ from functools import partial
 from threading import Lock
 from typing import TYPE_CHECKING
 
+from corolla.kv.adapters import AdapterTable
 from corolla.kv.arena import KVArena, device_arena, host_arena
 from corolla.kv.reorder import CacheReorderer
 from corolla.kv.steps import SessionSteps
@@ -16,6 +17,7 @@ from corolla.model.block_range import BlockRange
 from corolla.model.decoders import open_decoders
 from corolla.serving.blocks import BlocksService
 from corolla.serving.hosting import Host
+from corolla.serving.lora import ProcessAdapters
 from corolla.serving.metrics import DecoderMetrics, MakeCounter
 
 if TYPE_CHECKING:
@@ -70,8 +72,10 @@ def _open_blocks(host: Host, table: SessionTable, leader: "ShardLeader | None") 
     else:
         blocks = leader.blocks(host)
         reorderer = CacheReorderer(steps, host.layout, partial(leader.copy, arena))
-    decoders = open_decoders(host.parts, blocks, arena, host.model.decoder_batch_sizes)
-    return BlocksService(blocks, arena, steps, reorderer, decoders)
+    sizes = host.model.decoder_batch_sizes
+    decoders = open_decoders(host.parts, blocks, arena, sizes, adapters=bool(host.model.adapters))
+    adapters = ProcessAdapters(AdapterTable(table.database), host.parts, host.model.blocks)
+    return BlocksService(blocks, arena, steps, reorderer, adapters, decoders)
 
 
 def _start_shards(host: Host) -> "ShardLeader":

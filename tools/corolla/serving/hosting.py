@@ -9,6 +9,7 @@ import torch
 from corolla.checkpoint.disk_cache import DiskCache
 from corolla.checkpoint.prepared import PreparedParts
 from corolla.checkpoint.source import open_checkpoint
+from corolla.kv.adapters import AdapterTable
 from corolla.kv.device_exports import DeviceExports
 from corolla.kv.layout import KVLayout
 from corolla.kv.run_directory import run_directory
@@ -16,6 +17,7 @@ from corolla.kv.table import SessionTable
 from corolla.kv.token_log import TokenLog
 from corolla.model.shape import ModelShape
 from corolla.model.sharding import Shard
+from corolla.serving.lora import AdaptersService
 from corolla.serving.parameters import ServedModel
 
 
@@ -53,6 +55,10 @@ class Host:
     def session_table(self) -> SessionTable:
         """The server's session table."""
         return SessionTable(self.directory, self.layout, ModelShape.of(self.checkpoint.config).context_length)
+
+    def adapters(self, table: SessionTable) -> AdaptersService:
+        """Loads and unloads the server's adapters."""
+        return AdaptersService(AdapterTable(table.database), self.parts, self.model.tensor_parallel)
 
     def token_log(self) -> TokenLog:
         """The server's log of generated tokens."""

@@ -20,6 +20,7 @@ class ServedModel:
 
     `blocks` is empty where the model hosts none; `threads` 0 means one per core of the machine.
     `decoder_batch_sizes`, descending, is empty with the eager decoder. Block ranges run in `tensor_parallel` shards.
+    `adapters` are loaded when the server starts.
     """
 
     name: str
@@ -35,6 +36,7 @@ class ServedModel:
     batch_channel_capacity: int
     quant: str
     tensor_parallel: int
+    adapters: dict[str, Source]
 
     @property
     def packed(self) -> bool:
@@ -62,6 +64,7 @@ class ServedModel:
                 batch_channel_capacity=_natural(values, "batch_channel_capacity"),
                 quant=check_quant(values["quant"], _natural(values, "tensor_parallel")),
                 tensor_parallel=_natural(values, "tensor_parallel"),
+                adapters=_adapters(values["adapters"], repository),
             )
         except KeyError as error:
             raise CorollaError(
@@ -104,6 +107,11 @@ def parse_blocks(text: str) -> range:
     if not (colon and start.isdecimal() and end.isdecimal() and int(start) < int(end)):
         raise InvalidValueError("blocks", text, "start:end with start < end, such as 0:4")
     return range(int(start), int(end))
+
+
+def _adapters(text: str, repository: Path) -> dict[str, Source]:
+    """Of a JSON object of sources by name."""
+    return {name: written_source(source, repository) for name, source in json.loads(text).items()}
 
 
 def _natural(values: dict[str, Any], name: str) -> int:

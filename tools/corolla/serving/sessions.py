@@ -1,18 +1,25 @@
 """What the sessions model answers."""
 
+import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from corolla.errors import InvalidValueError
 from corolla.kv.session import OpenRequest
 from corolla.kv.table import SessionTable, UnknownSessionError
+from corolla.serving.lora import AdaptersService
 
 
 @dataclass(frozen=True)
 class SessionsReply:
-    """The outputs of the sessions model. Fields about one session are empty or 0 where the reply is about none."""
+    """The outputs of the sessions model. Fields about one session are empty or 0 where the reply is about none.
+
+    `adapters` is a JSON list where the reply is about them, else empty.
+    """
 
     session_id: str
+    adapter: str
+    adapters: str
     max_length: int
     length: int
     reserved_tokens: int
@@ -24,16 +31,17 @@ class SessionsReply:
 
 @dataclass(frozen=True)
 class SessionsService:
-    """open, close and stat on the server's session table."""
+    """open, close and stat on the server's session table; loading and unloading of its adapters."""
 
     table: SessionTable
+    adapters: AdaptersService
 
     def open(self, request: OpenRequest, is_cancelled: Callable[[], bool]) -> SessionsReply:
         """Opens a session; blocks while it waits for room. A session that nobody waits for is not kept."""
         session = self.table.open(request, is_cancelled)
         if is_cancelled():
             self.table.close(session.id)
-        return self._reply(session.id, session.max_length, 0, len(session.slots))
+        return self._reply(session.id, session.max_length, 0, len(session.slots), request.adapter or "")
 
     def close(self, session_id: str) -> SessionsReply:
         """Closes a session; `reserved_tokens` of the reply are those given back."""
@@ -45,13 +53,37 @@ class SessionsService:
             return self._reply("", 0, 0, 0)
         for status in self.table.sessions():
             if status.id == session_id:
-                return self._reply(status.id, status.max_length, status.length, status.reserved_tokens)
+                return self._reply(
+                    status.id, status.max_length, status.length, status.reserved_tokens, status.adapter
+                )
         raise UnknownSessionError(session_id)
 
-    def _reply(self, session_id: str, max_length: int, length: int, reserved: int) -> SessionsReply:
+    def load_adapter(self, name: str, source: str) -> SessionsReply:
+        """See AdaptersService.load."""
+        self.adapters.load(name, source)
+        return self.list_adapters()
+
+    def unload_adapter(self, name: str) -> SessionsReply:
+        """See AdapterTable.unload."""
+        self.adapters.unload(name)
+        return self.list_adapters()
+
+    def list_adapters(self) -> SessionsReply:
+        """Name, source, rank and number of sessions of each."""
+        listed = [
+            {"name": adapter.name, "source": adapter.source, "rank": adapter.rank, "sessions": adapter.sessions}
+            for adapter in self.adapters.loaded()
+        ]
+        return replace(self.stat(None), adapters=json.dumps(listed))
+
+    def _reply(
+        self, session_id: str, max_length: int, length: int, reserved: int, adapter: str = ""
+    ) -> SessionsReply:
         cache = self.table.status()
         return SessionsReply(
             session_id=session_id,
+            adapter=adapter,
+            adapters="",
             max_length=max_length,
             length=length,
             reserved_tokens=reserved,

@@ -29,6 +29,7 @@ from corolla.kv.run_directory import ENVIRONMENT_VARIABLE
 from corolla.kv.session import Session
 from corolla.kv.steps import StepRows
 from corolla.model.block_range import BlockRange, StepCache
+from corolla.model.lora import RowAdapters
 from corolla.model.sharding import Shard
 from corolla.model.tensor_parallel import join_shards, parallelizer
 from corolla.serving.hosting import Host
@@ -169,24 +170,24 @@ class ShardLeader:
 
 
 class LeadingBlocks(BlockRange):
-    """The first shard of a block range, which the others follow."""
+    """The first shard of a block range, which the others follow. A server of shards loads no adapters."""
 
     def __init__(self, host: Host, leader: ShardLeader) -> None:
         super().__init__(host.parts, host.model.blocks, parallelizer(host.parts, leader.mesh))
         self._leader = leader
         self._page_size = host.layout.page_size
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden_states: torch.Tensor, adapters: RowAdapters = ()) -> torch.Tensor:
         """See BlockRange."""
         self.check_length(hidden_states.shape[1])
         with self._leader.leading(Whole(hidden_states.shape), hidden_states):
-            return super().forward(hidden_states)
+            return super().forward(hidden_states, adapters)
 
-    def step(self, hidden_states: torch.Tensor, cache: StepCache) -> torch.Tensor:
+    def step(self, hidden_states: torch.Tensor, cache: StepCache, adapters: RowAdapters = ()) -> torch.Tensor:
         """See BlockRange."""
         assert isinstance(cache, PagedCache)
         with self._leader.leading(NewPositions.of(hidden_states, cache.rows, self._page_size), hidden_states):
-            return super().step(hidden_states, cache)
+            return super().step(hidden_states, cache, adapters)
 
 
 def _start(start: Start, run_directory: Path) -> tuple[subprocess.Popen[bytes], Connection]:
