@@ -4,7 +4,7 @@ import os
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from lora_adapters import AdaptedReference, write_adapter
 from reference import Reference
 from wire import GrpcWire, RequestError, texts
 
+CASE = replace(SERVED, ranges=(range(SERVED.blocks),))
 CONFIGS: dict[str, dict[str, Any]] = {
     "a": {"r": 8, "lora_alpha": 8, "target_modules": "all-linear"},
     "b": {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]},
@@ -60,13 +61,13 @@ class Adapted:
 @pytest.fixture(scope="module")
 def adapted(tmp_path_factory: pytest.TempPathFactory, suite_cache: Path) -> Iterator[Adapted]:
     folder = tmp_path_factory.mktemp("adapted")
-    SERVED.write(folder / "checkpoint")
+    CASE.write(folder / "checkpoint")
     paths = {
         name: write_adapter(folder / "checkpoint", folder / name, seed, **config)
         for seed, (name, config) in enumerate(CONFIGS.items())
     }
     preloaded = {name: paths[name] for name in PRELOADED}
-    with serve(SERVED, folder, suite_cache, "float32", 8 * 1024, adapters=preloaded) as remote:
+    with serve(CASE, folder, suite_cache, "float32", 8 * 1024, adapters=preloaded) as remote:
         references = {name: AdaptedReference(folder / "checkpoint", path) for name, path in paths.items()}
         yield Adapted(remote, folder, {"": remote.reference, **references})
 
@@ -146,9 +147,9 @@ def test_what_is_no_adapter_is_refused_and_changes_nothing(adapted: Adapted) -> 
 def test_a_process_that_is_replaced_knows_the_adapters(adapted: Adapted) -> None:
     """Prompts of 129 tokens are computed by the ranges; `generate` waits for those that are being replaced."""
     adapted.command("load", f"c={adapted.folder / 'c'}")
-    (pid,) = adapted.remote.server.stub_pids("blocks_00_02")
+    (pid,) = adapted.remote.server.stub_pids("blocks_00_05")
     os.kill(pid, signal.SIGKILL)
     prompt = random_prompt(129, seed=4)
     assert adapted.streamed("c", prompt, 4) == adapted.expected("c", prompt, 4)
-    assert adapted.remote.server.stub_pids("blocks_00_02") != [pid]
+    assert adapted.remote.server.stub_pids("blocks_00_05") != [pid]
     adapted.command("unload", "c")
