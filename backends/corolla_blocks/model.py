@@ -1,10 +1,13 @@
 """A block range: hidden states to hidden states, with or without sessions. `chain` is one over all blocks."""
 
+from corolla.serving.starting import started
+
+# isort: split
 from corolla.errors import CorollaError
 from corolla.serving.adapter import answered, error_response, integers, make_counter, response, strings, tensor
 from corolla.serving.blocks import BlocksRequest
 from corolla.serving.hosted_blocks import HostedBlocks
-from corolla.serving.hosting import Host, keep_what_is_loaded
+from corolla.serving.hosting import Host
 from corolla.serving.parameters import ServedModel
 
 
@@ -16,7 +19,7 @@ class TritonPythonModel:
         host = Host(model)
         self._blocks = HostedBlocks(host, host.session_table())
         self._metrics = self._blocks.count_rows(model.name, make_counter)
-        keep_what_is_loaded()
+        started()
 
     def execute(self, requests):
         """Reads all requests, runs the readable ones as one batch where they fit together, answers in order."""

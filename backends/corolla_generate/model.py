@@ -1,5 +1,8 @@
 """Text to streamed text."""
 
+from corolla.serving.starting import started
+
+# isort: split
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -10,7 +13,7 @@ from corolla.generate.request import parse_request
 from corolla.model.ends import Embedding, Head
 from corolla.serving.adapter import FINAL, error_response, make_counter, scalar, step_blocks, strings
 from corolla.serving.hosted_blocks import HostedBlocks
-from corolla.serving.hosting import Host, keep_what_is_loaded
+from corolla.serving.hosting import Host
 from corolla.serving.parameters import ServedModel
 from corolla.serving.senders import SenderThreads
 
@@ -25,7 +28,7 @@ class TritonPythonModel:
         self._senders = SenderThreads()
         with ThreadPoolExecutor(1) as opener:
             self._engine, self._metrics = opener.submit(_open, ServedModel.from_arguments(args)).result()
-        keep_what_is_loaded()
+        started()
 
     def execute(self, requests):
         for request in requests:

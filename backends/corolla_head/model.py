@@ -1,5 +1,8 @@
 """Hidden states to logits."""
 
+from corolla.serving.starting import started
+
+# isort: split
 from corolla.model.ends import Head
 from corolla.serving.adapter import answered, response, tensor
 from corolla.serving.hosting import Host
@@ -12,6 +15,7 @@ class TritonPythonModel:
     def initialize(self, args):
         host = Host(ServedModel.from_arguments(args))
         self._head = Head(host.parts)
+        started()
 
     def execute(self, requests):
         return [answered(lambda request=request: self._answer(request)) for request in requests]

@@ -1,5 +1,8 @@
 """Opens, closes and describes sessions. An open that has to wait answers later and holds up nobody."""
 
+from corolla.serving.starting import started
+
+# isort: split
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from threading import Semaphore
@@ -29,6 +32,7 @@ class TritonPythonModel:
         self._reaper = Reaper(table)
         self._places = Semaphore(MAX_WAITING)
         self._waiting = ThreadPoolExecutor(MAX_WAITING, thread_name_prefix="open")
+        started()
 
     def execute(self, requests):
         return [self._answer_or_defer(request) for request in requests]

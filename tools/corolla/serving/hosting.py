@@ -1,6 +1,5 @@
 """What every served model opens when it is loaded: the checkpoint's parts, the session table."""
 
-import gc
 import logging
 import os
 
@@ -66,11 +65,3 @@ class Host:
 
     def _share_of_cores(self) -> int:
         return max(1, len(os.sched_getaffinity(0)) // self.shard.count)
-
-
-def keep_what_is_loaded() -> None:
-    """To call once a model is open: the garbage collector passes over its objects and those of all libraries.
-
-    There are hundreds of thousands of them, and steps would wait while it looks at them again.
-    """
-    gc.freeze()
