@@ -3,6 +3,9 @@
 DESCRIPTOR is its end of a pipe to the process of the first shard, LEADER the id of that process, with which it ends.
 """
 
+from corolla.serving.starting import started
+
+# isort: split
 import os
 import select
 import signal
@@ -15,7 +18,7 @@ from corolla.kv.arena import KVArena
 from corolla.model.block_range import BlockRange
 from corolla.model.tensor_parallel import join_shards, parallelizer
 from corolla.serving.hosted_blocks import open_arena
-from corolla.serving.hosting import Host, keep_what_is_loaded
+from corolla.serving.hosting import Host
 from corolla.serving.shards import READY, Command, Start
 
 
@@ -39,7 +42,7 @@ def main(descriptor: int, leader: int) -> None:
         connection.send(READY)
     except CorollaError as error:
         connection.send(str(error))
-    keep_what_is_loaded()
+    started()
     while True:
         try:
             command: Command = connection.recv()

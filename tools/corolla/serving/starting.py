@@ -1,6 +1,6 @@
 """How the process of a model starts: without looking for garbage, as imports leave none and it takes a fifth of them.
 
-A backend imports this before all other modules and calls `started` at the end of `initialize`.
+What such a process runs, a backend for example, imports this before all other modules and calls `started` in the end.
 """
 
 import gc
