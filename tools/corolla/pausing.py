@@ -33,14 +33,18 @@ class ModelControl:
         self._client.close()
 
     def pause(self, model: str, timeout: float) -> None:
-        """Refuses new requests at once; waits up to `timeout` seconds until the last running one has ended."""
+        """Refuses new requests at once; waits up to `timeout` seconds until the last running one has ended.
+
+        To Triton, a streamed request ends when its client closes the stream.
+        """
         self._check(model)
         self._call("unload_model", model)
         deadline = time.monotonic() + timeout
         while self._states().get(model, "") == "UNLOADING":
             if time.monotonic() > deadline:
                 raise CorollaError(
-                    f"{model}: requests still run after {timeout:g} s; it takes no new ones and pauses with the last"
+                    f"{model}: after {timeout:g} s requests still run or clients keep streams open; it takes no new "
+                    "requests and pauses when the last has ended"
                 )
             time.sleep(POLL_SECONDS)
 
