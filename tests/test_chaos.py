@@ -26,14 +26,16 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )  # fmt: skip
     make_checkpoint(config, DTYPES["float32"], seed=3, out=folder / "checkpoint")
     config = CheckpointFolder(folder / "checkpoint").config
-    plan = RepositoryPlan(folder / "checkpoint", config, DTYPES["float32"], split_evenly(8, 4))
+    plan = RepositoryPlan(
+        folder / "checkpoint", config, DTYPES["float32"], split_evenly(8, 4), max_batch_size=8, decoder_batch_sizes=(8, 1)
+    )
     write_repository(plan, folder / "repository")
     return folder / "repository"
 
 
 @pytest.fixture(scope="module")
 def server(repository: Path):
-    with RunningServer(repository) as running:
+    with RunningServer(repository, "--exit-timeout-secs=2") as running:  # objects of killed models are never freed
         yield running
 
 

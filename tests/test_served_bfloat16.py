@@ -23,7 +23,7 @@ LEAD = 0.15
 @pytest.fixture(scope="module")
 def bfloat16(tmp_path_factory: pytest.TempPathFactory, suite_cache: Path) -> Iterator[Remote]:
     folder = tmp_path_factory.mktemp("bfloat16")
-    with serve(SERVED, folder, suite_cache, "bfloat16", attn_cache_tokens=1024) as remote:
+    with serve(SERVED, folder, suite_cache, "bfloat16", attn_cache_tokens=1024, max_batch_size=4) as remote:
         yield remote
 
 
