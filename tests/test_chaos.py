@@ -26,8 +26,9 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )  # fmt: skip
     make_checkpoint(config, DTYPES["float32"], seed=3, out=folder / "checkpoint")
     config = CheckpointFolder(folder / "checkpoint").config
+    ranges, sizes = split_evenly(8, 4), (8, 1)
     plan = RepositoryPlan(
-        folder / "checkpoint", config, DTYPES["float32"], split_evenly(8, 4), max_batch_size=8, decoder_batch_sizes=(8, 1)
+        folder / "checkpoint", config, DTYPES["float32"], ranges, max_batch_size=8, decoder_batch_sizes=sizes
     )
     write_repository(plan, folder / "repository")
     return folder / "repository"
