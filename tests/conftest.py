@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from checkpoints import CASES, GROUPED, SERVED, Case
+from checkpoints import CASES, GROUPED, SERVED, Case, random_prompt, text_of
+from corolla.client import CorollaClient
 from corolla.repository.writer import write_repository
 from local_server import LocalServer, make_plan
 from reference import Reference
@@ -79,6 +80,15 @@ class Remote:
     @property
     def sessions(self) -> Sessions:
         return Sessions(self.grpc)
+
+    def assert_greedy_text(self, length: int, max_tokens: int) -> None:
+        """What `generate` streams after a random prompt of `length` tokens is the text of transformers."""
+        prompt = random_prompt(length, seed=length)
+        expected = self.reference.generate(prompt, max_new_tokens=max_tokens)
+        assert self.reference.lead(prompt, expected) > 1e-4, "tokens this close could differ by rounding alone"
+        with CorollaClient(self.server.grpc) as client:
+            text = "".join(chunk.text for chunk in client.generate(text_of(prompt), max_tokens=max_tokens))
+        assert text == self.reference.text(prompt, expected)
 
 
 @contextmanager

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from checkpoints import BLOOM, FALCON_GROUPED, MIXTRAL, Case, random_prompt, text_of
+from checkpoints import BLOOM, FALCON_GROUPED, MIXTRAL, Case
 from conftest import Remote, serve
-from corolla.client import CorollaClient
 
 
 @pytest.fixture(scope="module", params=[MIXTRAL, BLOOM, FALCON_GROUPED], ids=lambda case: case.name)
@@ -23,9 +22,4 @@ def family(
 @pytest.mark.parametrize("length", [6, 129])
 def test_greedy_text_is_that_of_transformers(family: Remote, length: int) -> None:
     """From 129 tokens on, the prompt is computed by the ranges."""
-    prompt = random_prompt(length, seed=length)
-    expected = family.reference.generate(prompt, max_new_tokens=48)
-    assert family.reference.lead(prompt, expected) > 1e-4, "tokens this close could differ by rounding alone"
-    with CorollaClient(family.server.grpc) as client:
-        chunks = list(client.generate(text_of(prompt), max_tokens=48))
-    assert "".join(chunk.text for chunk in chunks) == family.reference.text(prompt, expected)
+    family.assert_greedy_text(length, max_tokens=48)

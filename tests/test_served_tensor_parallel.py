@@ -11,7 +11,7 @@ import psutil
 import pytest
 import torch
 
-from checkpoints import BLOOM, random_prompt, text_of
+from checkpoints import BLOOM, random_prompt
 from conftest import Remote, serve
 from corolla.client import CorollaClient
 from waiting import wait_until
@@ -39,12 +39,7 @@ def test_log_says_how_blocks_run(sharded: Remote) -> None:
 @pytest.mark.parametrize("length", [6, 129])
 def test_greedy_text_is_that_of_transformers(sharded: Remote, length: int) -> None:
     """From 129 tokens on, the prompt is computed by the ranges, which share the cache of each shard with the chain."""
-    prompt = random_prompt(length, seed=length)
-    expected = sharded.reference.generate(prompt, max_new_tokens=24)
-    assert sharded.reference.lead(prompt, expected) > 1e-4, "tokens this close could differ by rounding alone"
-    with CorollaClient(sharded.server.grpc) as client:
-        chunks = list(client.generate(text_of(prompt), max_tokens=24))
-    assert "".join(chunk.text for chunk in chunks) == sharded.reference.text(prompt, expected)
+    sharded.assert_greedy_text(length, max_tokens=24)
 
 
 def test_rows_take_over_each_others_cache_in_every_shard(sharded: Remote) -> None:

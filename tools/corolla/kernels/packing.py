@@ -89,9 +89,14 @@ def _empty_experts(plain: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
     return nn.Parameter(torch.empty(shape, dtype=dtype, device=plain.device), requires_grad=False)
 
 
+def linear_layers(module: nn.Module) -> dict[str, nn.Linear]:
+    """A module's linear layers, before they are replaced, by their names."""
+    return {name: child for name, child in module.named_modules() if isinstance(child, nn.Linear)}
+
+
 def linear_names(module: nn.Module) -> list[str]:
     """The names of a module's linear layers."""
-    return [name for name, child in module.named_modules() if isinstance(child, nn.Linear)]
+    return list(linear_layers(module))
 
 
 def expert_names(module: nn.Module) -> list[str]:
@@ -101,8 +106,8 @@ def expert_names(module: nn.Module) -> list[str]:
 
 def replace_linears(module: nn.Module, make: Callable[[nn.Linear], nn.Module]) -> nn.Module:
     """Replaces the linear layers inside a module by what `make` makes of each; weights are loaded afterwards."""
-    for name in linear_names(module):
-        _replace(module, name, make(module.get_submodule(name)))  # type: ignore[arg-type]
+    for name, linear in linear_layers(module).items():
+        _replace(module, name, make(linear))
     return module
 
 

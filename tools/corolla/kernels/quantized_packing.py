@@ -58,42 +58,42 @@ def pack_nf4(numbers: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) ->
     }
 
 
-class PackedInt8Linear(nn.Module):
-    """A linear layer on a packed INT8 weight: x [..., in_features] to [..., out_features]; sums are float32."""
+class _PackedQuantizedLinear(nn.Module):
+    """x [..., in_features] to [..., out_features] on a packed weight and its scales; sums are float32."""
 
-    def __init__(self, linear: nn.Linear, dtype: torch.dtype) -> None:
-        """Takes the place of `linear`, for inputs of `dtype`; its weight must be loaded."""
+    def __init__(
+        self, linear: nn.Linear, numbers: torch.dtype, shapes: tuple[tuple[int, ...], tuple[int, ...]], operator: str
+    ) -> None:
         super().__init__()
         self.out_features = linear.out_features
-        weight, scales = int8_shapes(linear.out_features, linear.in_features, dtype)
-        self.weight = _empty(weight, torch.int8, linear)
-        self.scales = _empty(scales, torch.float32, linear)
+        self.weight = _empty(shapes[0], numbers, linear)
+        self.scales = _empty(shapes[1], torch.float32, linear)
         self.bias = linear.bias
+        self._operator = operator
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """See the class."""
-        run = torch.ops.corolla.packed_linear_int8
+        run = getattr(torch.ops.corolla, self._operator)
         outputs: torch.Tensor = run(x, self.weight, self.scales, self.bias, self.out_features)
         return outputs
 
 
-class PackedNF4Linear(nn.Module):
-    """A linear layer on a packed NF4 weight: x [..., in_features] to [..., out_features]; sums are float32."""
+class PackedInt8Linear(_PackedQuantizedLinear):
+    """A linear layer on a packed INT8 weight."""
 
     def __init__(self, linear: nn.Linear, dtype: torch.dtype) -> None:
         """Takes the place of `linear`, for inputs of `dtype`; its weight must be loaded."""
-        super().__init__()
-        self.out_features = linear.out_features
-        weight, scales = nf4_shapes(linear.out_features, linear.in_features, dtype)
-        self.weight = _empty(weight, torch.uint8, linear)
-        self.scales = _empty(scales, torch.float32, linear)
-        self.bias = linear.bias
+        shapes = int8_shapes(linear.out_features, linear.in_features, dtype)
+        super().__init__(linear, torch.int8, shapes, "packed_linear_int8")
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """See the class."""
-        run = torch.ops.corolla.packed_linear_nf4
-        outputs: torch.Tensor = run(x, self.weight, self.scales, self.bias, self.out_features)
-        return outputs
+
+class PackedNF4Linear(_PackedQuantizedLinear):
+    """A linear layer on a packed NF4 weight."""
+
+    def __init__(self, linear: nn.Linear, dtype: torch.dtype) -> None:
+        """Takes the place of `linear`, for inputs of `dtype`; its weight must be loaded."""
+        shapes = nf4_shapes(linear.out_features, linear.in_features, dtype)
+        super().__init__(linear, torch.uint8, shapes, "packed_linear_nf4")
 
 
 def _empty(shape: tuple[int, ...], dtype: torch.dtype, like: nn.Linear) -> nn.Parameter:

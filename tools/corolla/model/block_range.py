@@ -10,11 +10,12 @@ from corolla.checkpoint.parts import block_part
 from corolla.checkpoint.prepared import PreparedParts
 from corolla.errors import InvalidValueError
 from corolla.kernels.build import load_kernels
+from corolla.kernels.packing import linear_names
 from corolla.model import attention
 from corolla.model.family import family_of
 from corolla.model.linears import use_linears
 from corolla.model.loading import load_module
-from corolla.model.lora import GroupedRows, Layer, RowAdapters, adapted, linear_layers, make_adaptable
+from corolla.model.lora import GroupedRows, Layer, RowAdapters, adapted, make_adaptable
 from corolla.model.rotary import RotaryTable
 from corolla.model.shape import ModelShape
 
@@ -61,7 +62,7 @@ class BlockRange:
 
         def build(index: int) -> nn.Module:
             block = family.block(config, index)
-            names = list(linear_layers(block))
+            names = linear_names(block)
             self.adapted_layers.append(tuple((index, name) for name in names))
             block = use_linears(block, parts.dtype, parts.quant, packed=parts.packed)
             return parallel(make_adaptable(block, index, names))

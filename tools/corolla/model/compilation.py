@@ -16,12 +16,13 @@ from transformers import PretrainedConfig
 
 from corolla.checkpoint.folder import CheckpointFolder
 from corolla.dtypes import dtype_named
+from corolla.kernels.packing import linear_names
 from corolla.kv.layout import KVLayout
 from corolla.model import attention
 from corolla.model.attention import PagedBlock, PagedRows
 from corolla.model.family import family_of
 from corolla.model.linears import use_linears
-from corolla.model.lora import TabledRows, adapted, linear_layers, make_adaptable
+from corolla.model.lora import TabledRows, adapted, make_adaptable
 from corolla.model.programs import ProgramSpec
 
 OPTIONS = {
@@ -119,7 +120,7 @@ def _block(config: PretrainedConfig, spec: ProgramSpec) -> tuple[nn.Module, tupl
     try:
         with torch.device("meta"):
             plain = family_of(config).block(config, spec.block)
-            layers = tuple(linear_layers(plain)) if spec.adapters else ()
+            layers = tuple(linear_names(plain)) if spec.adapters else ()
             block = use_linears(plain, dtype, spec.quant, packed=True)
             return make_adaptable(block, spec.block, layers).eval(), layers
     finally:

@@ -141,18 +141,14 @@ class CompiledChain:
             layers = zip(blocks.layers, blocks.blocks, strict=True)
             return [programs.get(layer, index, ANY, adapters=True) for layer, index in layers]
 
-        self._adapted_programs = Later(adapted_programs)
+        self._adapted_programs = Later(adapted_programs, "rows with adapters run without a compiled decoder")
 
     def __call__(
         self, hidden_states: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, rows: PagedRows
     ) -> torch.Tensor:
         """See ChainStep."""
         programs = self._programs.get(len(hidden_states), self._programs[ANY])
-        blocks = zip(programs, self._caches, self._weights, strict=True)
-        for program, cache, weights in blocks:
-            inputs = [hidden_states, cosines, sines, cache.keys, cache.values, rows.pages, rows.positions, *weights]
-            (hidden_states,) = program(inputs)
-        return hidden_states
+        return self._run(programs, self._weights, hidden_states, cosines, sines, rows)
 
     def step_adapted(
         self,
@@ -167,9 +163,22 @@ class CompiledChain:
         if programs is None:
             return self._eager.step_adapted(hidden_states, cosines, sines, rows, adapters)
         tables = self._tables.of_rows(adapters)
-        for program, cache, weights, table in zip(programs, self._caches, self._weights, tables, strict=True):
-            inputs = [hidden_states, cosines, sines, cache.keys, cache.values, rows.pages, rows.positions, *weights]
-            (hidden_states,) = program([*inputs, table])
+        weights = [[*own, table] for own, table in zip(self._weights, tables, strict=True)]
+        return self._run(programs, weights, hidden_states, cosines, sines, rows)
+
+    def _run(
+        self,
+        programs: Sequence[BlockProgram],
+        weights: Sequence[Sequence[torch.Tensor]],
+        hidden_states: torch.Tensor,
+        cosines: torch.Tensor,
+        sines: torch.Tensor,
+        rows: PagedRows,
+    ) -> torch.Tensor:
+        """Block by block, each with what follows the step in its program's inputs."""
+        for program, cache, own in zip(programs, self._caches, weights, strict=True):
+            inputs = [hidden_states, cosines, sines, cache.keys, cache.values, rows.pages, rows.positions, *own]
+            (hidden_states,) = program(inputs)
         return hidden_states
 
     def compile_adapted(self) -> None:

@@ -14,8 +14,10 @@ Made = TypeVar("Made")
 class Later(Generic[Made]):
     """Something that a thread makes once it is asked for. Used by one thread at a time."""
 
-    def __init__(self, make: Callable[[], Made]) -> None:
+    def __init__(self, make: Callable[[], Made], failure: str) -> None:
+        """`failure` is what the log says when it cannot be made."""
         self._make = make
+        self._failure = failure
         self._future: Future[Made] | None = None
 
     def get(self) -> Made | None:
@@ -37,5 +39,5 @@ class Later(Generic[Made]):
         try:
             future.set_result(self._make())
         except Exception as error:
-            logger.exception("rows with adapters run without a compiled decoder")
+            logger.exception(self._failure)
             future.set_exception(error)

@@ -60,11 +60,6 @@ def adapted(additions: Additions | None) -> Iterator[None]:
         _current.reset(token)
 
 
-def linear_layers(block: nn.Module) -> dict[str, nn.Linear]:
-    """The layers of a block that can be adapted, before they are packed."""
-    return {name: child for name, child in block.named_modules() if isinstance(child, nn.Linear)}
-
-
 def make_adaptable(block: nn.Module, index: int, names: Sequence[str]) -> nn.Module:
     """Lets the named linear layers of a block, of whatever class by now, take part; see `adapted`."""
     for name in names:

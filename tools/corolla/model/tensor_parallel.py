@@ -1,7 +1,7 @@
 """Blocks that run in shards, one process each, which add up what they computed after each split layer.
 
-Weights stay plain tensors: with tensors of torch.distributed.tensor, which PyTorch's own styles make of them, a step of
-a small layer took ten times as long.
+Weights stay plain tensors: with tensors of torch.distributed.tensor, which PyTorch's own styles make of them, the steps
+of small layers take far longer.
 """
 
 import os
