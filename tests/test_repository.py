@@ -156,20 +156,6 @@ def test_init_writes_half_of_the_model_per_range_unless_told(grouped: Served, tm
     assert {"blocks_00_01", "blocks_01_04"} <= set(read_models(tmp_path / "own"))
 
 
-def test_init_again_writes_only_what_differs_and_leaves_other_files_alone(grouped: Served, tmp_path: Path) -> None:
-    init(grouped.checkpoint, "--out", tmp_path, "--dtype", "float32")
-    (tmp_path / "notes.txt").write_text("mine")
-    before = contents(tmp_path)
-    times = {file: file.stat().st_mtime_ns for file in tmp_path.rglob("config.pbtxt")}
-    result = init(grouped.checkpoint, "--out", tmp_path, "--dtype", "float32")
-    assert "wrote" not in result.output
-    assert contents(tmp_path) == before
-    assert {file: file.stat().st_mtime_ns for file in tmp_path.rglob("config.pbtxt")} == times
-    (tmp_path / "chain" / "config.pbtxt").write_text("changed")
-    assert init(grouped.checkpoint, "--out", tmp_path, "--dtype", "float32").output.count("wrote") == 1
-    assert contents(tmp_path) == before
-
-
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [

@@ -1,14 +1,18 @@
 """The options that say what a repository is to contain, for every command that plans one."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 import click
 
+from corolla.checkpoint.folder import CheckpointFolder
 from corolla.dtypes import DTYPES
 from corolla.model.batch_sizes import DECODERS
 from corolla.quantization import QUANTS
-from corolla.repository.plan import DEFAULT_BATCH_CHANNEL_CAPACITY, DEFAULT_MAX_BATCH_SIZE, DEVICES
+from corolla.repository.choices import Choices
+from corolla.repository.plan import DEFAULT_BATCH_CHANNEL_CAPACITY, DEFAULT_MAX_BATCH_SIZE, DEVICES, RepositoryPlan
+from corolla.repository.writer import write_repository
 
 _Command = TypeVar("_Command", bound=Callable[..., None])
 
@@ -80,6 +84,12 @@ _OPTIONS = (
         help="LoRA adapter to load at the start, a local folder or org/name on the hub; may be given repeatedly.",
     ),
     click.option("--relative", is_flag=True, help="Write local paths relative to the repository."),
+    click.option(
+        "--force",
+        is_flag=True,
+        help="Overwrite files that were edited by hand, and remove models that are no longer wanted with all that was "
+        "added to their folders.",
+    ),
 )
 
 
@@ -88,3 +98,14 @@ def repository_options(command: _Command) -> _Command:
     for option in reversed(_OPTIONS):
         command = option(command)
     return command
+
+
+def write_chosen(plan: RepositoryPlan, checkpoint: CheckpointFolder, out: Path, choices: Choices) -> None:
+    """Fetches the weights and writes the repository as it was chosen; says what it changed."""
+    if not choices.no_weights:
+        checkpoint.fetch()
+    changes = write_repository(plan, out, force=choices.force)
+    for change in changes.changes:
+        click.echo(f"{'wrote' if change.after is not None else 'removed'} {out / change.file}")
+    for file in changes.kept:
+        click.echo(f"kept {out / file}, which was edited by hand; --force overwrites it")

@@ -42,6 +42,7 @@ class Choices:
     tensor_parallel: int = 1
     adapters: tuple[str, ...] = ()
     relative: bool = False
+    force: bool = False
 
 
 def plan_repository(checkpoint: str, out: Path, choices: Choices) -> tuple[RepositoryPlan, CheckpointFolder]:
