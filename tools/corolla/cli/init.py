@@ -7,6 +7,7 @@ import click
 from transformers import PretrainedConfig
 
 from corolla.checkpoint.lora import AdapterFolder
+from corolla.checkpoint.parts import block_prefixes
 from corolla.checkpoint.resolution import resolve_dtype, resolve_quant
 from corolla.checkpoint.source import Source, find_source, open_checkpoint
 from corolla.dtypes import DTYPES
@@ -29,14 +30,22 @@ from corolla.serving.parameters import parse_blocks
     Examples:
       corolla init ./my-llama --out ./repository
       corolla init ./my-llama --out ./repository --ranges 0:10,10:22 --dtype bfloat16
-      corolla init org/name --revision v1.0 --out ./repository"""
+      corolla init org/name --revision v1.0 --out ./repository
+      corolla init ./my-llama --out ./repository --blocks 8:16 --registry sqlite:///peers.db"""
 )
 @click.argument("checkpoint")
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder of the repository.")
 @click.option("--revision", help="Branch, tag or commit on the hub. [default: main]")
 @click.option("--token", help="For the hub; written nowhere. [default: HF_TOKEN, or that of `hf auth login`]")
 @click.option("--no-weights", is_flag=True, help="Leave the weights on the hub until a server needs them.")
-@click.option("--range-size", type=int, help="Blocks per range. [default: half of the model]")
+@click.option("--blocks", help="The blocks that this server hosts, such as 8:16, or none. [default: all]")
+@click.option(
+    "--ends", is_flag=True,
+    help="Embedding, head and `generate` on a server that does not host all blocks; with all blocks they are there.",
+)
+@click.option("--registry", default="", help="URL of the registry in which servers of one model find each other.")
+@click.option("--model-name", default="", help="The model's name in the registry, the same on all its servers.")
+@click.option("--range-size", type=int, help="Blocks per range. [default: half of the blocks]")
 @click.option("--ranges", help="The ranges themselves, such as 0:4,4:8.")
 @click.option(
     "--dtype",
@@ -106,6 +115,10 @@ def command(
     revision: str | None,
     token: str | None,
     no_weights: bool,
+    blocks: str | None,
+    ends: bool,
+    registry: str,
+    model_name: str,
     range_size: int | None,
     ranges: str | None,
     dtype: str,
@@ -129,11 +142,16 @@ def command(
     source = find_source(checkpoint, revision, token)
     opened = open_checkpoint(source)
     config = opened.config
+    hosted = _hosted(blocks, config.num_hidden_layers)
     plan = RepositoryPlan(
         checkpoint=_written(source, out, relative),
         config=config,
         dtype=resolve_dtype(dtype, config, device),
-        ranges=_ranges(range_size, ranges, config.num_hidden_layers),
+        ranges=_ranges(range_size, ranges, hosted),
+        blocks=hosted,
+        ends=ends or hosted == range(config.num_hidden_layers),
+        registry=registry,
+        model_id=model_name,
         device=device,
         max_batch_size=max_batch_size,
         decoder=decoder or (COMPILED if tensor_parallel == 1 else EAGER),
@@ -149,7 +167,7 @@ def command(
         },
     )
     if not no_weights:
-        opened.fetch()
+        opened.fetch(without=block_prefixes(config, set(range(config.num_hidden_layers)).difference(hosted)))
     changed = write_repository(plan, out)
     for file in changed:
         click.echo(f"wrote {file}")
@@ -178,9 +196,15 @@ def _adapters(texts: tuple[str, ...], config: PretrainedConfig, token: str | Non
     return found
 
 
-def _ranges(range_size: int | None, ranges: str | None, blocks: int) -> list[range]:
+def _hosted(blocks: str | None, count: int) -> range:
+    if blocks is None:
+        return range(count)
+    return range(0) if blocks == "none" else parse_blocks(blocks)
+
+
+def _ranges(range_size: int | None, ranges: str | None, blocks: range) -> list[range]:
     if ranges is not None and range_size is not None:
         raise InvalidValueError("--range-size", range_size, "either --range-size or --ranges, not both")
     if ranges is not None:
         return [parse_blocks(part) for part in ranges.split(",")]
-    return split_evenly(blocks, range_size if range_size is not None else -(-blocks // 2))
+    return split_evenly(blocks, range_size if range_size is not None else -(-len(blocks) // 2))
