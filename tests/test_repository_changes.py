@@ -63,13 +63,21 @@ def test_the_same_inputs_change_nothing(repository: Path) -> None:
     assert contents(repository) == before
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--range-size", "3", "--decoder", "eager", "--max-batch-size", "4", "--relative"],
+        ["--blocks", "1:4", "--ends", "--registry", "sqlite:///my peers.db", "--model-name", "tiny", "--threads", "2"],
+        ["--blocks", "none", "--ends", "--registry", "sqlite:///peers.db", "--decoder-batch-sizes", "8,2"],
+    ],
+    ids=["all blocks", "some blocks", "no blocks"],
+)
 def test_the_command_in_the_comments_writes_the_same_files(
-    grouped: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    grouped: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str]
 ) -> None:
     checkpoint, folder = os.path.relpath(grouped.checkpoint), tmp_path / "my repository"
-    options = ["--range-size", "3", "--decoder", "eager", "--max-batch-size", "4", "--relative"]
     assert CliRunner().invoke(cli, ["init", checkpoint, "--out", str(folder), *options]).exit_code == 0
-    lines = (folder / CHAIN).read_text().splitlines()
+    lines = (folder / "sessions" / "config.pbtxt").read_text().splitlines()
     first = next(number for number, line in enumerate(lines) if line.startswith("#   corolla init"))
     command = " ".join(line[1:].rstrip("\\") for line in lines[first : lines.index("#", first)])
     before = contents(folder)

@@ -7,6 +7,7 @@ from typing import TypeVar
 import click
 
 from corolla.checkpoint.folder import CheckpointFolder
+from corolla.checkpoint.parts import block_prefixes
 from corolla.dtypes import DTYPES
 from corolla.model.batch_sizes import DECODERS
 from corolla.quantization import QUANTS
@@ -20,7 +21,15 @@ _OPTIONS = (
     click.option("--revision", help="Branch, tag or commit on the hub. [default: main]"),
     click.option("--token", help="For the hub; written nowhere. [default: HF_TOKEN, or that of `hf auth login`]"),
     click.option("--no-weights", is_flag=True, help="Leave the weights on the hub until a server needs them."),
-    click.option("--range-size", type=int, help="Blocks per range. [default: half of the model]"),
+    click.option("--blocks", help="The blocks that this server hosts, such as 8:16, or none. [default: all]"),
+    click.option(
+        "--ends",
+        is_flag=True,
+        help="Embedding, head and `generate` on a server without all blocks; one with all of them has them anyway.",
+    ),
+    click.option("--registry", default="", help="URL of the registry in which servers of one model find each other."),
+    click.option("--model-name", default="", help="The model's name in the registry, the same on all its servers."),
+    click.option("--range-size", type=int, help="Blocks per range. [default: half of the blocks]"),
     click.option("--ranges", help="The ranges themselves, such as 0:4,4:8."),
     click.option(
         "--dtype",
@@ -103,7 +112,8 @@ def repository_options(command: _Command) -> _Command:
 def write_chosen(plan: RepositoryPlan, checkpoint: CheckpointFolder, out: Path, choices: Choices) -> None:
     """Fetches the weights and writes the repository as it was chosen; says what it changed."""
     if not choices.no_weights:
-        checkpoint.fetch()
+        others = set(range(plan.config.num_hidden_layers)).difference(plan.hosted)
+        checkpoint.fetch(without=block_prefixes(plan.config, others))
     changes = write_repository(plan, out, force=choices.force)
     for change in changes.changes:
         click.echo(f"{'wrote' if change.after is not None else 'removed'} {out / change.file}")

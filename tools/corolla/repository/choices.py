@@ -28,6 +28,10 @@ class Choices:
     revision: str | None = None
     token: str | None = field(default=None, repr=False)
     no_weights: bool = False
+    blocks: str | None = None
+    ends: bool = False
+    registry: str = ""
+    model_name: str = ""
     range_size: int | None = None
     ranges: str | None = None
     dtype: str = "auto"
@@ -54,12 +58,17 @@ def plan_repository(checkpoint: str, out: Path, choices: Choices) -> tuple[Repos
     source = find_source(checkpoint, choices.revision, choices.token)
     opened = open_checkpoint(source)
     config = opened.config
+    hosted = _hosted(choices.blocks, config.num_hidden_layers)
     sizes, shards = choices.decoder_batch_sizes, choices.tensor_parallel
     plan = RepositoryPlan(
         checkpoint=_written(source, out, choices.relative),
         config=config,
         dtype=resolve_dtype(choices.dtype, config, choices.device),
-        ranges=_ranges(choices.range_size, choices.ranges, config.num_hidden_layers),
+        ranges=_ranges(choices.range_size, choices.ranges, hosted),
+        blocks=hosted,
+        ends=choices.ends or hosted == range(config.num_hidden_layers),
+        registry=choices.registry,
+        model_id=choices.model_name,
         device=choices.device,
         max_batch_size=choices.max_batch_size,
         decoder=choices.decoder or (COMPILED if shards == 1 else EAGER),
@@ -98,9 +107,15 @@ def _adapters(texts: tuple[str, ...], config: PretrainedConfig, token: str | Non
     return found
 
 
-def _ranges(range_size: int | None, ranges: str | None, blocks: int) -> list[range]:
+def _hosted(blocks: str | None, count: int) -> range:
+    if blocks is None:
+        return range(count)
+    return range(0) if blocks == "none" else parse_blocks(blocks)
+
+
+def _ranges(range_size: int | None, ranges: str | None, blocks: range) -> list[range]:
     if ranges is not None and range_size is not None:
         raise InvalidValueError("--range-size", range_size, "either --range-size or --ranges, not both")
     if ranges is not None:
         return [parse_blocks(part) for part in ranges.split(",")]
-    return split_evenly(blocks, range_size if range_size is not None else -(-blocks // 2))
+    return split_evenly(blocks, range_size if range_size is not None else -(-len(blocks) // 2))
