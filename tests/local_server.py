@@ -52,7 +52,7 @@ def served_model(repository: Path, name: str) -> ServedModel:
 
 
 class LocalServer:
-    """The services behind `embed`, `head`, `chain`, each range and `generate`.
+    """The services behind `embed`, `head`, `chain`, each range and `generate`, those that the plan has.
 
     Chain and ranges have nothing in common but the run directory, as in processes of their own.
     """
@@ -65,17 +65,19 @@ class LocalServer:
         with mock.patch.dict(
             os.environ, COROLLA_RUN_DIR=str(self.run_directory), COROLLA_CACHE=str(cache or folder / "cache")
         ):
-            self.embedding = Embedding(self._host("embed").parts)
-            self.head = Head(self._host("head").parts)
+            if plan.ends:
+                self.embedding = Embedding(self._host("embed").parts)
+                self.head = Head(self._host("head").parts)
             sessions = self._host("sessions")
             self.table = sessions.session_table()
             self.adapters = sessions.adapters(self.table)
             self.adapters.load_first(sessions.model.adapters)
-            self._token_log = self._host("generate").token_log()
+            self._token_log = sessions.token_log()
             self.ranges = [self._blocks(f"blocks_{r.start:02d}_{r.stop:02d}").current for r in plan.ranges]
-            self._chain = self._blocks("chain")
-            self.chain = self._chain.current
-        self.checkpoint = open_checkpoint(served_model(self.repository, "generate").checkpoint)
+            if plan.hosted:
+                self._chain = self._blocks("chain")
+                self.chain = self._chain.current
+        self.checkpoint = open_checkpoint(served_model(self.repository, "sessions").checkpoint)
 
     def open(self, max_length: int, adapter: str = "") -> str:
         """The id of a new session."""

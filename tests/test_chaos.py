@@ -26,7 +26,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )  # fmt: skip
     make_checkpoint(config, DTYPES["float32"], seed=3, out=folder / "checkpoint")
     config = CheckpointFolder(folder / "checkpoint").config
-    ranges, sizes = split_evenly(8, 4), (8, 1)
+    ranges, sizes = split_evenly(range(8), 4), (8, 1)
     plan = RepositoryPlan(
         folder / "checkpoint", config, DTYPES["float32"], ranges, max_batch_size=8, decoder_batch_sizes=sizes
     )

@@ -109,6 +109,13 @@ def test_no_model_uses_what_stalls_the_batcher(plan: RepositoryPlan) -> None:
         ({"ranges": [range(0, 5)]}, "ranges: '0:5' "),
         ({"ranges": [range(2, 4), range(0, 2)]}, "ranges: '2:4,0:2' "),
         ({"ranges": []}, "ranges: '' "),
+        ({"blocks": range(2, 5)}, "blocks: '2:5' is not allowed; allowed: a range inside 0:4, or none"),
+        ({"blocks": range(2, 4)}, "ranges: '0:2,2:4' is not allowed; allowed: ranges that follow each other from 2 to"),
+        ({"blocks": range(0), "ranges": [], "ends": False}, "blocks: 'none' is not allowed; allowed: a range inside"),
+        (
+            {"blocks": range(2, 4), "ranges": [range(2, 4)]},
+            "registry: '' is not allowed; allowed: the URL of a registry, as `generate` needs other servers",
+        ),
         ({"max_batch_size": 0}, "max_batch_size: 0 is not allowed; allowed: 1 to 1024"),
         ({"threads": -1}, "threads: -1 is not allowed; allowed: 0 to 1024"),
         ({"attn_cache_tokens": 15}, "attn_cache_tokens: 15 is not allowed; allowed: 16 to"),
@@ -136,13 +143,13 @@ def test_plan_that_cannot_be_served_is_refused(plan: RepositoryPlan, changes: di
     [(4, 2, [(0, 2), (2, 4)]), (5, 2, [(0, 2), (2, 4), (4, 5)]), (5, 5, [(0, 5)]), (1, 1, [(0, 1)])],
 )
 def test_even_split_covers_every_block_once(blocks: int, size: int, expected: list[tuple[int, int]]) -> None:
-    assert [(r.start, r.stop) for r in split_evenly(blocks, size)] == expected
+    assert [(r.start, r.stop) for r in split_evenly(range(blocks), size)] == expected
 
 
 @pytest.mark.parametrize("size", [0, 6, -1])
 def test_range_size_beyond_the_model_is_refused(size: int) -> None:
     with pytest.raises(InvalidValueError, match=f"range_size: {size} is not allowed; allowed: 1 to 5"):
-        split_evenly(5, size)
+        split_evenly(range(5), size)
 
 
 def test_init_writes_half_of_the_model_per_range_unless_told(grouped: Served, tmp_path: Path) -> None:
@@ -156,18 +163,33 @@ def test_init_writes_half_of_the_model_per_range_unless_told(grouped: Served, tm
     assert {"blocks_00_01", "blocks_01_04"} <= set(read_models(tmp_path / "own"))
 
 
-def test_init_again_writes_only_what_differs_and_leaves_other_files_alone(grouped: Served, tmp_path: Path) -> None:
-    init(grouped.checkpoint, "--out", tmp_path, "--dtype", "float32")
-    (tmp_path / "notes.txt").write_text("mine")
-    before = contents(tmp_path)
-    times = {file: file.stat().st_mtime_ns for file in tmp_path.rglob("config.pbtxt")}
-    result = init(grouped.checkpoint, "--out", tmp_path, "--dtype", "float32")
-    assert "wrote" not in result.output
-    assert contents(tmp_path) == before
-    assert {file: file.stat().st_mtime_ns for file in tmp_path.rglob("config.pbtxt")} == times
-    (tmp_path / "chain" / "config.pbtxt").write_text("changed")
-    assert init(grouped.checkpoint, "--out", tmp_path, "--dtype", "float32").output.count("wrote") == 1
-    assert contents(tmp_path) == before
+@pytest.mark.parametrize(
+    ("arguments", "blocks_models", "others"),
+    [
+        (["--blocks", "1:4"], {"blocks_01_03", "blocks_03_04"}, {"ranges", "chain", "sessions"}),
+        (
+            ["--blocks", "0:2", "--ends", "--registry", "sqlite:///peers.db"],
+            {"blocks_00_01", "blocks_01_02"},
+            {"ranges", "chain", "sessions", "embed", "head", "generate"},
+        ),
+        (
+            ["--blocks", "none", "--ends", "--registry", "sqlite:///peers.db"],
+            set(),
+            {"sessions", "embed", "head", "generate"},
+        ),
+    ],
+    ids=["part", "part with ends", "ends alone"],
+)
+def test_init_for_a_part_of_the_model_leaves_out_what_it_cannot_serve(
+    grouped: Served, tmp_path: Path, arguments: list[str], blocks_models: set[str], others: set[str]
+) -> None:
+    assert init(grouped.checkpoint, "--out", tmp_path, *arguments, "--model-name", "tiny").exception is None
+    assert set(read_models(tmp_path)) - {"span"} == blocks_models | others
+    start, stop = {"1:4": (1, 4), "0:2": (0, 2), "none": (0, 0)}[arguments[1]]
+    for name in others - {"ranges", "sessions", "embed", "head"}:
+        model = served_model(tmp_path, name)
+        assert list(model.blocks) == list(range(start, stop))
+        assert (model.registry, model.model_id) == (arguments[4] if len(arguments) > 3 else "", "tiny")
 
 
 @pytest.mark.parametrize(
@@ -178,6 +200,10 @@ def test_init_again_writes_only_what_differs_and_leaves_other_files_alone(groupe
         (["--ranges", ""], InvalidValueError, "blocks: '' "),
         (["--ranges", "0:4", "--range-size", "2"], InvalidValueError, "--range-size: 2 .* not both"),
         (["--range-size", "9"], InvalidValueError, "range_size: 9 is not allowed; allowed: 1 to 4"),
+        (["--blocks", "2:5"], InvalidValueError, "blocks: '2:5' is not allowed; allowed: a range inside 0:4"),
+        (["--blocks", "0:2", "--ranges", "0:4"], InvalidValueError, "ranges: '0:4' .* follow each other from 0 to 2"),
+        (["--blocks", "none"], InvalidValueError, "blocks: 'none' .* unless the server has the ends"),
+        (["--blocks", "0:2", "--ends"], InvalidValueError, "registry: '' .* that this one, with 0:2, does not host"),
         (["--max-batch-size", "0"], InvalidValueError, "max_batch_size: 0 "),
         (["--attn-cache-tokens", "3"], InvalidValueError, "attn_cache_tokens: 3 "),
         (["--threads", "-2"], InvalidValueError, "threads: -2 "),

@@ -41,7 +41,7 @@ def make_plan(checkpoint: Source, dtype: str, range_size: int | None = None, **o
     opened.fetch()
     config = opened.config
     blocks = config.num_hidden_layers
-    ranges = split_evenly(blocks, range_size or -(-blocks // 2))
+    ranges = split_evenly(range(blocks), range_size or -(-blocks // 2))
     source = checkpoint.resolve() if isinstance(checkpoint, Path) else checkpoint
     options = {"quant": opened.quant} | options
     return RepositoryPlan(source, config, resolve_dtype(dtype, config, "cpu"), ranges, **options)

@@ -62,9 +62,11 @@ class CheckpointFolder:
             tensors |= self._weights.format.read(self.path / file, wanted)
         return tensors
 
-    def fetch(self) -> None:
-        """Makes sure that all weight files are here."""
-        self._fetch(self._weights.files)
+    def fetch(self, without: tuple[str, ...] = ()) -> None:
+        """Makes sure that all weight files are here, but those of which all tensors start with one of `without`."""
+        file_of = self._weights.file_of
+        wanted = file_of and {file for name, file in file_of.items() if not name.startswith(without)}
+        self._fetch(self._weights.files if wanted is None else sorted(wanted))
 
     def fingerprint(self) -> str:
         """Changes when the config or any weight file does; no weight file is opened for it.

@@ -1,5 +1,7 @@
 """The parts a model is prepared in, and the tensors that each of them must have."""
 
+from collections.abc import Iterable
+
 import torch
 from transformers import PretrainedConfig
 
@@ -20,6 +22,13 @@ def block_part(index: int) -> str:
 def block_of(part: str) -> int:
     """The inverse of `block_part`."""
     return int(part.removeprefix("block_"))
+
+
+def block_prefixes(config: PretrainedConfig, blocks: Iterable[int]) -> tuple[str, ...]:
+    """What the names of the tensors of blocks start with in a checkpoint."""
+    family = family_of(config)
+    prefixes = [family.block_prefix.format(block) for block in blocks]
+    return (*prefixes, *(f"{family.base_prefix}{prefix}" for prefix in prefixes))
 
 
 def check_tensors(part: str, tensors: dict[str, torch.Tensor], config: PretrainedConfig, quant: str = NONE) -> None:

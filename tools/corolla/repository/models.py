@@ -28,16 +28,14 @@ QUEUE_DELAY_MICROSECONDS = 500
 
 def all_models(plan: RepositoryPlan) -> list[ModelConfig]:
     """Every model of the server, in the order of a request's way."""
-    return [
-        _embed(plan),
-        *(_blocks(plan, blocks_name(blocks), blocks) for blocks in plan.ranges),
-        _head(plan),
-        _ranges(plan),
-        _pipeline(plan),
-        _blocks(plan, "chain", plan.hosted),
-        _sessions(plan),
-        _generate(plan),
-    ]
+    models = [_blocks(plan, blocks_name(blocks), blocks) for blocks in plan.ranges]
+    if plan.hosted:
+        models += [_ranges(plan), _blocks(plan, "chain", plan.hosted)]
+    models.append(_sessions(plan))
+    if plan.ends:
+        models = [_embed(plan), *models, _head(plan), _generate(plan)]
+        models += [_pipeline(plan)] if plan.whole else []
+    return models
 
 
 def blocks_name(blocks: range) -> str:
@@ -121,7 +119,8 @@ def _sessions(plan: RepositoryPlan) -> ModelConfig:
 
 def _generate(plan: RepositoryPlan) -> ModelConfig:
     model = _backend_model(plan, "generate", "corolla_generate", max_batch_size=1)
-    model.parameters["blocks"].CopyFrom(_parameter(f"{plan.hosted.start}:{plan.hosted.stop}"))
+    if plan.hosted:
+        model.parameters["blocks"].CopyFrom(_parameter(f"{plan.hosted.start}:{plan.hosted.stop}"))
     model.model_transaction_policy.decoupled = True
     model.input.append(ModelInput(name="text_input", data_type=TYPE_STRING, dims=[1]))
     model.input.extend(_optional(name, data_type, dims) for name, data_type, dims in _GENERATE_OPTIONS)
@@ -185,6 +184,9 @@ def _backend_model(plan: RepositoryPlan, name: str, backend: str, max_batch_size
         "batch_channel_capacity": str(plan.batch_channel_capacity),
         "tensor_parallel": str(plan.tensor_parallel),
         "mirror": str(plan.mirror).lower(),
+        "registry": plan.registry,
+        "model_id": plan.model_id,
+        "revision": plan.revision,
         "adapters": json.dumps({name: str(source) for name, source in plan.adapters.items()}, sort_keys=True),
     }
     for key, value in settings.items():

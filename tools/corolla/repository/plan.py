@@ -32,6 +32,10 @@ class RepositoryPlan:
     empty for the default. With `mirror`, the dynamic batchers prefer these sizes; without it, which is for benchmarks,
     they prefer none. `max_short_tokens` 0 means the default for `quant` and device. Each block range runs in
     `tensor_parallel` shards. `adapters`, written like the checkpoint, are loaded when the server starts.
+
+    `blocks` are those that the server hosts, None for all; `ranges` follow each other through them. With `ends` it has
+    embedding and head, and generates text. `registry` is where servers of the same model, `model_id` and `revision`,
+    find each other; empty for a server by itself.
     """
 
     checkpoint: Source
@@ -51,6 +55,11 @@ class RepositoryPlan:
     quant: str = NONE
     tensor_parallel: int = 1
     adapters: Mapping[str, Source] = field(default_factory=dict)
+    blocks: range | None = None
+    ends: bool = True
+    registry: str = ""
+    model_id: str = ""
+    revision: str = ""
 
     def __post_init__(self) -> None:
         family_of(self.config)
@@ -63,12 +72,7 @@ class RepositoryPlan:
             check_name(name)
             check_adaptable(name, self.tensor_parallel)
         _check_between("batch_channel_capacity", self.batch_channel_capacity, 0, 1024)
-        blocks = [block for blocks in self.ranges for block in blocks]
-        if blocks != list(range(self.config.num_hidden_layers)):
-            written = ",".join(f"{r.start}:{r.stop}" for r in self.ranges)
-            raise InvalidValueError(
-                "ranges", written, f"ranges that follow each other from 0 to {self.config.num_hidden_layers}"
-            )
+        self._check_blocks()
         if self.device not in DEVICES:
             raise InvalidValueError("device", self.device, ", ".join(DEVICES))
         _check_between("max_batch_size", self.max_batch_size, 1, 1024)
@@ -88,19 +92,44 @@ class RepositoryPlan:
 
     @property
     def hosted(self) -> range:
-        """All blocks of the server."""
-        return range(self.ranges[0].start, self.ranges[-1].stop)
+        """All blocks of the server; empty for one that has only the ends of the model."""
+        return range(self.config.num_hidden_layers) if self.blocks is None else self.blocks
+
+    @property
+    def whole(self) -> bool:
+        """Whether the server hosts all blocks of the model."""
+        return self.hosted == range(self.config.num_hidden_layers)
 
     @property
     def cache_tokens(self) -> int:
         """Token positions of the KV cache."""
         return self.attn_cache_tokens or default_attn_cache_tokens(self.config)
 
+    def _check_blocks(self) -> None:
+        count, hosted = self.config.num_hidden_layers, self.hosted
+        written = f"{hosted.start}:{hosted.stop}"
+        if hosted and (hosted.start < 0 or hosted.stop > count):
+            raise InvalidValueError("blocks", written, f"a range inside 0:{count}, or none")
+        if [block for blocks in self.ranges for block in blocks] != list(hosted):
+            ranges = ",".join(f"{r.start}:{r.stop}" for r in self.ranges)
+            raise InvalidValueError(
+                "ranges", ranges, f"ranges that follow each other from {hosted.start} to {hosted.stop}"
+            )
+        if not hosted and not self.ends:
+            raise InvalidValueError("blocks", "none", f"a range inside 0:{count}, unless the server has the ends")
+        if self.ends and not self.whole and not self.registry:
+            raise InvalidValueError(
+                "registry", self.registry, "the URL of a registry, as `generate` needs other servers for the blocks "
+                f"that this one, with {written}, does not host"
+            )
 
-def split_evenly(blocks: int, range_size: int) -> list[range]:
-    """Ranges of `range_size` blocks, the last one maybe shorter."""
-    _check_between("range_size", range_size, 1, blocks)
-    return [range(start, min(start + range_size, blocks)) for start in range(0, blocks, range_size)]
+
+def split_evenly(blocks: range, range_size: int) -> list[range]:
+    """Ranges of `range_size` blocks, the last one maybe shorter; none for no blocks."""
+    if not blocks:
+        return []
+    _check_between("range_size", range_size, 1, len(blocks))
+    return [blocks[start : start + range_size] for start in range(0, len(blocks), range_size)]
 
 
 def _check_between(name: str, value: int, low: int, high: int) -> None:

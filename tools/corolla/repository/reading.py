@@ -12,16 +12,16 @@ from corolla.errors import CheckpointError
 
 def checkpoint_of(repository: Path) -> Source:
     """The checkpoint that a repository serves; CheckpointError when it is none of Corolla's."""
-    return written_source(_chain_parameter(repository, "checkpoint"), repository)
+    return written_source(_parameter(repository, "checkpoint"), repository)
 
 
 def dtype_of(repository: Path) -> DType:
     """The dtype that a repository serves in; CheckpointError when it is none of Corolla's."""
-    return dtype_named(_chain_parameter(repository, "dtype"))
+    return dtype_named(_parameter(repository, "dtype"))
 
 
-def _chain_parameter(repository: Path, name: str) -> str:
-    file = repository / "chain" / "config.pbtxt"
+def _parameter(repository: Path, name: str) -> str:
+    file = repository / "sessions" / "config.pbtxt"
     if not file.is_file():
         raise CheckpointError(f"{repository}: no model repository of Corolla; write one with `corolla init`")
     value: str = text_format.Parse(file.read_text(), ModelConfig()).parameters[name].string_value

@@ -1,39 +1,62 @@
 """Writes a model repository: one folder with config.pbtxt and an empty version folder per model."""
 
+import shutil
 from pathlib import Path
 
-from google.protobuf import text_format
-from tritonclient.grpc.model_config_pb2 import ModelConfig
-
+from corolla.errors import CorollaError
+from corolla.repository.changes import CONFIG, KEEP, Changes, find_changes
+from corolla.repository.config_text import config_text
 from corolla.repository.models import all_models
 from corolla.repository.plan import RepositoryPlan
 
-KEEP = ".gitkeep"
+
+class EditedRepositoryError(CorollaError):
+    """Writing the repository would undo what a person has done in it."""
+
+    def __init__(self, folder: Path, changes: Changes) -> None:
+        named = "\n".join(f"  {folder / change.file}" for change in changes.edited)
+        diff = "".join(change.diff() for change in changes.edited)
+        super().__init__(
+            f"nothing was written, as these are no longer as `corolla init` wrote them:\n{named}\n"
+            "Undo what was changed or added there, write to another folder, or give --force to lose it. This would "
+            f"change:\n{diff}"
+        )
 
 
 def repository_files(plan: RepositoryPlan) -> dict[Path, str]:
     """Every file of the repository by its path inside it."""
     files: dict[Path, str] = {}
     for model in all_models(plan):
-        files[Path(model.name) / "config.pbtxt"] = config_text(model)
-        files[Path(model.name) / "1" / KEEP] = ""
+        files[Path(model.name) / CONFIG] = config_text(model, plan)
+        files[Path(model.name) / KEEP] = ""
     return files
 
 
-def write_repository(plan: RepositoryPlan, out: Path) -> list[Path]:
-    """Writes what differs from what is there; returns the changed files. Other files are left alone."""
-    changed = []
-    for relative, text in repository_files(plan).items():
-        file = out / relative
-        if file.exists() and file.read_text() == text:
-            continue
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
-        changed.append(file)
-    return changed
+def repository_changes(plan: RepositoryPlan, out: Path, *, force: bool = False) -> Changes:
+    """What `write_repository` would do, an error left aside."""
+    return find_changes(repository_files(plan), out, force=force)
 
 
-def config_text(model: ModelConfig) -> str:
-    """config.pbtxt of a model; parameters come in the order of their names."""
-    text: str = text_format.MessageToString(model, use_short_repeated_primitives=True)
-    return text
+def write_repository(plan: RepositoryPlan, out: Path, *, force: bool = False) -> Changes:
+    """Writes what differs from what is there, and removes models that were written before and are not planned now.
+
+    Anything else is left alone. EditedRepositoryError, and nothing written, where that would undo a person's work;
+    with `force` it is undone: edited files are overwritten, models removed with all that was added to them.
+    """
+    changes = repository_changes(plan, out, force=force)
+    if changes.edited and not force:
+        raise EditedRepositoryError(out, changes)
+    for change in changes.changes:
+        file = out / change.file
+        if change.after is None:
+            shutil.rmtree(file.parent)
+        else:
+            _replace(file, change.after)
+    return changes
+
+
+def _replace(file: Path, text: str) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    new = file.with_name(f".{file.name}.new")
+    new.write_text(text)
+    new.rename(file)

@@ -20,7 +20,8 @@ class ServedModel:
 
     `blocks` is empty where the model hosts none; `threads` 0 means one per core of the machine.
     `decoder_batch_sizes`, descending, is empty with the eager decoder. Block ranges run in `tensor_parallel` shards.
-    `adapters` are loaded when the server starts.
+    `adapters` are loaded when the server starts. `registry` is where other servers of the same model, `model_id` and
+    `revision`, are found; empty without others.
     """
 
     name: str
@@ -37,6 +38,9 @@ class ServedModel:
     quant: str
     tensor_parallel: int
     adapters: dict[str, Source]
+    registry: str = ""
+    model_id: str = ""
+    revision: str = ""
 
     @property
     def packed(self) -> bool:
@@ -47,7 +51,7 @@ class ServedModel:
     def from_arguments(cls, arguments: dict[str, str]) -> "ServedModel":
         """From the `args` of a Python backend's `initialize`; relative paths start at the repository's folder."""
         config = json.loads(arguments["model_config"])
-        values = {key: value["string_value"] for key, value in config["parameters"].items()}
+        values = {key: value.get("string_value", "") for key, value in config["parameters"].items()}
         repository = Path(arguments["model_repository"]).parent
         try:
             return cls(
@@ -65,6 +69,9 @@ class ServedModel:
                 quant=check_quant(values["quant"], _natural(values, "tensor_parallel")),
                 tensor_parallel=_natural(values, "tensor_parallel"),
                 adapters=_adapters(values["adapters"], repository),
+                registry=values["registry"],
+                model_id=values["model_id"],
+                revision=values["revision"],
             )
         except KeyError as error:
             raise CorollaError(
