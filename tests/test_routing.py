@@ -3,6 +3,7 @@
 import heapq
 import itertools
 import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -16,6 +17,7 @@ from corolla.routing.bans import FIRST_BAN_SECONDS, LONGEST_BAN_SECONDS, Bans
 from corolla.routing.costs import HOP_SECONDS, NO_ROOM_SECONDS, UNKNOWN_ROUND_TRIP
 from corolla.routing.find import find_route
 from corolla.routing.measurements import HALF_LIFE_SECONDS, Measurements
+from corolla.routing.parallel import forward_routes
 from corolla.routing.query import RouteQuery
 from corolla.routing.route import LOCAL, Route, Span
 from corolla.routing.usable import NoRouteError
@@ -268,9 +270,55 @@ class TestWhoMayBeUsed:
         assert raised.value.missing == [0, 1, 4, 5, 7]
         assert "blocks 0:2, 4:6, 7:8 (nobody announces them)" in str(raised.value)
 
+    def test_a_server_without_a_throughput_disturbs_nobody(self) -> None:
+        peers = [peer("a", 0, 4, throughput=Throughput(0.0, 0.0, 0.0), total_tokens=0), peer("b", 0, 4)]
+        assert spans(route(peers, 4)) == [("b", 0, 4)]
+        assert forward_routes(peers, range(4), ANY, Bans(Clock()), 1) == [route(peers, 4)]
+
     def test_an_adapter_is_found(self) -> None:
         peers = [peer("a", 0, 4), peer("b", 0, 4, 0.1, adapters=("mine",))]
         assert spans(route(peers, 4, replace(ANY, adapter="mine"))) == [("b", 0, 4)]
+
+
+class TestParallelForward:
+    """Bound: the blocks of any choice S take |S| times the rate from those who hold some of them."""
+
+    @pytest.mark.parametrize("seed", range(6))
+    def test_many_routes_together_come_near_the_highest_rate(self, seed: int) -> None:
+        peers = [
+            replace(record, throughput=Throughput(1.0, record.throughput.forward, 1e9))
+            for record in random_swarm(10, 8, seed)
+        ]
+        speeds = {record.peer_id: record.throughput.forward for record in peers}
+        subsets = [some for size in range(1, 9) for some in itertools.combinations(range(8), size)]
+        bound = min(
+            sum(speeds[record.peer_id] for record in peers if set(some) & set(record.blocks)) / len(some)
+            for some in subsets
+        )
+        query = RouteQuery(max_length=1)
+        routes = forward_routes(peers, range(8), query, Bans(Clock()), 64)
+        work = dict.fromkeys(speeds, 0.0)
+        for span in itertools.chain(*routes):
+            work[span.peer_id] += len(span.blocks) / speeds[span.peer_id]
+        assert all([block for span in found for block in span.blocks] == list(range(8)) for found in routes)
+        assert 0.9 * bound < 64 / max(work.values()) <= 1.0000001 * bound
+        assert forward_routes(peers[::-1], range(8), query, Bans(Clock()), 64) == routes
+
+    def test_servers_with_a_slow_network_get_less(self) -> None:
+        peers = [
+            peer("a", 0, 4, throughput=Throughput(1.0, 4000.0, 300.0)),
+            peer("b", 0, 4, throughput=Throughput(1.0, 4000.0, 900.0)),
+        ]
+        chosen = Counter(found[0].peer_id for found in forward_routes(peers, range(4), ANY, Bans(Clock()), 40))
+        assert chosen["a"] == pytest.approx(10, abs=2), "of 40"
+
+    def test_the_asker_shares_in_as_its_record_tells(self) -> None:
+        peers = [peer(name, 0, 4, throughput=Throughput(1.0, 1000.0, 1e9)) for name in ("self", "b")]
+        query = replace(ANY, local=range(4), peer_id="self")
+        work = Counter[str]()
+        for span in itertools.chain(*forward_routes(peers, range(4), query, Bans(Clock()), 40)):
+            work[span.peer_id] += len(span.blocks)
+        assert work[LOCAL] == pytest.approx(80, abs=8)
 
 
 class TestBans:

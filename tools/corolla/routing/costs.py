@@ -1,6 +1,7 @@
 """What a step costs in seconds, peer by peer: see docs/routing.md for the formula and where the constants come from."""
 
 from collections.abc import Sequence
+from math import inf
 from statistics import median
 from typing import Any
 
@@ -49,7 +50,7 @@ def generation_costs(
 def announced_block_seconds(peer: PeerRecord) -> float:
     """Of a step of one token, from what the peer says about its speed and its load."""
     load = 1.0 - min(peer.free_tokens / peer.total_tokens, 1.0) if peer.total_tokens else 0.0
-    return (1.0 + BUSY_FACTOR * load) / peer.throughput.inference
+    return (1.0 + BUSY_FACTOR * load) / peer.throughput.inference if peer.throughput.inference > 0 else inf
 
 
 def home_trips(peers: Sequence[PeerRecord], own: PeerRecord | None, measured: Measurements) -> list[float]:

@@ -67,7 +67,8 @@ def _refusal(peer: PeerRecord, query: RouteQuery) -> str | None:
         return "is the asking server itself"
     if peer.state is not PeerState.ONLINE:
         return f"announced as {peer.state}"
-    if not peer.throughput.inference > 0:
+    speed = peer.throughput
+    if not (speed.inference > 0 and speed.forward > 0 and speed.network > 0):
         return "without a throughput"
     if query.adapter and query.adapter not in peer.adapters:
         return f"without the adapter {query.adapter!r}"
