@@ -73,11 +73,11 @@ def token_cache_bytes(config: PretrainedConfig, dtype: str, shards: int = 1) -> 
     return KVLayout.of(config, dtype, 1, 1, shards).bytes_per_block
 
 
-def token_cache_formula(config: PretrainedConfig, dtype: str, shards: int = 1) -> str:
-    """The same in words."""
+def token_cache_formula(config: PretrainedConfig, dtype: str, shards: int = 1, ranks: int = 1) -> str:
+    """The same in words, of so many shards."""
     layout, shape = KVLayout.of(config, dtype, 1, 1, shards), ModelShape.of(config)
     kind = "multi-head" if shape.kv_heads == shape.heads else "grouped-query" if shape.kv_heads > 1 else "multi-query"
-    repeated = f" x {shards} shards" if shards > 1 else ""
+    repeated = f" x {ranks} of {shards} shards" if shards > 1 else ""
     heads = f"{layout.kv_heads} KV heads of {shape.heads} heads ({kind} attention)"
     return f"2 x {heads} x {layout.head_dim} x {layout.torch_dtype.itemsize} bytes{repeated}"
 
