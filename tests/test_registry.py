@@ -9,11 +9,12 @@ import pytest
 from corolla.errors import InvalidValueError
 from corolla.peers.record import PeerState
 from corolla.peers.registry import PeerIdTakenError, PeerRegistry, RegistryAwayError, open_registry, watch
+from etcd_cluster import EtcdCluster
 from registries import SqliteFile, record
 from waiting import wait_until
 
-ENGINES = {"sqlite": SqliteFile}
-Engine = SqliteFile
+ENGINES = {"sqlite": SqliteFile, "etcd": EtcdCluster}
+Engine = SqliteFile | EtcdCluster
 
 
 @pytest.fixture(scope="module", params=ENGINES)
@@ -162,6 +163,13 @@ def _succeeds(call: object) -> bool:
         ("http://host", "registry: 'http://host'"),
         ("sqlite://relative/path", "registry: 'sqlite://relative/path'"),
         ("sqlite:///path?ca=1", "option ca: '1' .*none with sqlite"),
+        ("etcd://", "host:port"),
+        ("etcd://host:1,host", "host:port"),
+        ("etcd://host:1/path", "host:port"),
+        ("etcd://host:1?ca=a&color=red", "option color: 'red' .*ca, cert, key"),
+        ("etcd://host:1?ca=", "option ca: ''"),
+        ("etcd://host:1?ca", "name=value"),
+        ("etcd://host:1?cert=a", "cert and key"),
     ],
 )
 def test_url_that_is_none(url: str, wrong: str) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
 from corolla.errors import CorollaError, InvalidValueError
-from corolla.peers.location import SQLITE, RegistryLocation
+from corolla.peers.location import DHT, ETCD, RegistryLocation
 from corolla.peers.record import PeerRecord, PeerRecordError, Peers
 from corolla.peers.watch import Closing, Watch
 
@@ -83,8 +83,12 @@ def watch(
 def open_registry(url: str, ttl: float = DEFAULT_TTL) -> PeerRegistry:
     """The registry at a URL; InvalidValueError for one that is none, EnvironmentProblemError without its engine."""
     location = RegistryLocation.parse(url)
-    if location.engine != SQLITE:
-        raise InvalidValueError("registry", url, "sqlite:// for now")
+    if location.engine == ETCD:
+        from corolla.peers.etcd import EtcdRegistry
+
+        return EtcdRegistry(location, ttl)
+    if location.engine == DHT:
+        raise InvalidValueError("registry", url, "sqlite:// or etcd:// for now")
     from corolla.peers.sqlite import SqliteRegistry
 
     return SqliteRegistry(location, ttl)
