@@ -32,7 +32,7 @@ class EtcdCluster:
     def __init__(self, folder: Path, members: int = 1, tls: "Certificates | None" = None) -> None:
         self._folder = folder
         self._tls = tls
-        self._ports = [(_free_port(), _free_port()) for _ in range(members)]
+        self._ports = [(free_port(), free_port()) for _ in range(members)]
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self.url = f"etcd://{','.join(f'127.0.0.1:{port}' for port, _ in self._ports)}"
         self.start()
@@ -166,7 +166,8 @@ def _certificate(
     )
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Of 127.0.0.1, for TCP."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port: int = free.getsockname()[1]

@@ -2,10 +2,9 @@
 
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -13,9 +12,9 @@ import pytest
 from corolla.errors import InvalidValueError
 from corolla.peers.directory import PeerDirectory
 from corolla.peers.record import PeerState
-from corolla.peers.registry import PeerRegistry, RegistryAwayError, open_registry, watch
+from corolla.peers.registry import RegistryAwayError, open_registry, watch
 from etcd_cluster import Certificates, EtcdCluster
-from registries import record
+from registries import kept_alive, record
 from waiting import wait_until
 
 
@@ -29,29 +28,6 @@ def single(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdCluster]:
 def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdCluster]:
     with closing(EtcdCluster(tmp_path_factory.mktemp("etcd"), members=3)) as cluster:
         yield cluster
-
-
-@contextmanager
-def kept_alive(registry: PeerRegistry, ttl: float) -> Iterator[None]:
-    """As an announcer does."""
-    stopping = threading.Event()
-
-    def keep() -> None:
-        pause = ttl / 3
-        while not stopping.wait(pause):
-            try:
-                registry.keep_alive()
-                pause = ttl / 3
-            except RegistryAwayError:
-                pause = 0.1
-
-    thread = threading.Thread(target=keep)
-    thread.start()
-    try:
-        yield
-    finally:
-        stopping.set()
-        thread.join()
 
 
 def test_what_did_not_change_is_not_written(single: EtcdCluster) -> None:

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
-from corolla.errors import CorollaError, InvalidValueError
+from corolla.errors import CorollaError
 from corolla.peers.location import DHT, ETCD, RegistryLocation
 from corolla.peers.record import PeerRecord, PeerRecordError, Peers
 from corolla.peers.watch import Closing, Watch
@@ -88,7 +88,9 @@ def open_registry(url: str, ttl: float = DEFAULT_TTL) -> PeerRegistry:
 
         return EtcdRegistry(location, ttl)
     if location.engine == DHT:
-        raise InvalidValueError("registry", url, "sqlite:// or etcd:// for now")
+        from corolla.peers.dht import DhtRegistry
+
+        return DhtRegistry(location, ttl)
     from corolla.peers.sqlite import SqliteRegistry
 
     return SqliteRegistry(location, ttl)
