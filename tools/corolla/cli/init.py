@@ -43,6 +43,7 @@ from corolla.serving.parameters import parse_blocks
     "--ends", is_flag=True,
     help="Embedding, head and `generate` on a server that does not host all blocks; with all blocks they are there.",
 )
+@click.option("--span", is_flag=True, help="Let others run this server's blocks; with --registry they always can.")
 @click.option("--registry", default="", help="URL of the registry in which servers of one model find each other.")
 @click.option("--model-name", default="", help="The model's name in the registry, the same on all its servers.")
 @click.option("--range-size", type=int, help="Blocks per range. [default: half of the blocks]")
@@ -117,6 +118,7 @@ def command(
     no_weights: bool,
     blocks: str | None,
     ends: bool,
+    span: bool,
     registry: str,
     model_name: str,
     range_size: int | None,
@@ -150,6 +152,7 @@ def command(
         ranges=_ranges(range_size, ranges, hosted),
         blocks=hosted,
         ends=ends or hosted == range(config.num_hidden_layers),
+        span=span,
         registry=registry,
         model_id=model_name,
         device=device,
