@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -24,6 +24,8 @@ from corolla.serving.blocks import BlocksRequest, BlocksService
 from corolla.serving.hosted_blocks import HostedBlocks
 from corolla.serving.hosting import Host
 from corolla.serving.parameters import ServedModel
+from corolla.serving.span import SpanService
+from corolla.serving.span_push import Connection
 
 
 def make_plan(checkpoint: Source, ranges: Sequence[range], dtype: str = "float32", **options: Any) -> RepositoryPlan:
@@ -105,6 +107,13 @@ class LocalServer:
             run_ranges=self._prefill,
             limits=EngineLimits(self._plan.short_tokens, self._plan.batch_channel_capacity),
         )
+
+    def span(self, connect: Callable[[str], Connection]) -> SpanService:
+        """A span model of this server, to be stopped by the caller."""
+        return SpanService(self._chain, self.table, self._run_long, self._plan.short_tokens, connect)
+
+    def _run_long(self, hidden_states: torch.Tensor, session_id: str, start: int) -> torch.Tensor:
+        return self.run_ranges(hidden_states, [session_id], [start])
 
     def _prefill(self, hidden_states: torch.Tensor, session_id: str, start: int) -> None:
         self.run_ranges(hidden_states, [session_id], [start])

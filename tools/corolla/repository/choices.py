@@ -31,6 +31,7 @@ class Choices:
     no_weights: bool = False
     blocks: str | None = None
     ends: bool = False
+    span: bool = False
     registry: str = ""
     model_name: str = ""
     range_size: int | None = None
@@ -70,6 +71,7 @@ def plan_repository(checkpoint: str, out: Path, choices: Choices) -> tuple[Repos
         ranges=_ranges(choices.range_size, choices.ranges, hosted),
         blocks=hosted,
         ends=choices.ends or hosted == range(config.num_hidden_layers),
+        span=choices.span,
         registry=choices.registry,
         model_id=identity.name,
         revision=identity.revision,
