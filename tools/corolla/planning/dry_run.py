@@ -19,7 +19,7 @@ from pathlib import Path
 from corolla.errors import CorollaError
 from corolla.kv.run_directory import ENVIRONMENT_VARIABLE, SHARED_MEMORY
 from corolla.server.processes import die_with_parent
-from corolla.threads import let_idle_threads_sleep
+from corolla.threads import let_idle_threads_sleep, thread_count
 
 PROMPT_POSITIONS = 16
 FORWARD_POSITIONS = 1024
@@ -94,7 +94,6 @@ def main() -> None:
 def _run(repository: Path, run: DryRun, folder: Path) -> Outcome:
     import torch
 
-    from corolla.cgroups import usable_cores
     from corolla.generate.engine import GenerateEngine  # noqa: F401  (what `generate` imports)
     from corolla.kv.session import OpenRequest
     from corolla.model.ends import Embedding, Head
@@ -109,7 +108,7 @@ def _run(repository: Path, run: DryRun, folder: Path) -> Outcome:
     rows = max(written.decoder_batch_sizes, default=16)
     tokens = run.cache_tokens or longest + rows * written.page_size
     model = replace(written, blocks=range(run.start, run.end), attn_cache_tokens=tokens, adapters={})
-    torch.set_num_threads(model.threads or usable_cores())
+    torch.set_num_threads(thread_count(model.threads))
     before = _memory(folder)
     with ThreadPoolExecutor(1) as opener:  # as in the backend: OpenMP's threads would else be those of the opener
         host = opener.submit(Host, model).result()

@@ -11,15 +11,16 @@ import torch
 import transformers
 
 from corolla import __version__
-from corolla.cgroups import usable_cores
 from corolla.checkpoint.disk_cache import DiskCache
 from corolla.checkpoint.source import open_checkpoint
+from corolla.kernels.build import processor_flags
 from corolla.planning.dry_run import DryRun, Outcome, dry_run
 from corolla.planning.quantity import Origin
 from corolla.planning.reserve import ProcessMemory
 from corolla.planning.sizes import WeightForm, block_bytes
 from corolla.repository.reading import served_model
 from corolla.serving.parameters import ServedModel
+from corolla.threads import thread_count
 
 FORMAT = 1
 MOST_BLOCKS = 8
@@ -85,7 +86,7 @@ def _most_blocks(model: ServedModel) -> int:
 
 def _name(model: ServedModel) -> str:
     config = open_checkpoint(model.checkpoint).config.to_dict() | {"_name_or_path": ""}
-    choices = (model.dtype.name, model.quant, model.decoder_batch_sizes, model.threads or usable_cores())
+    choices = (model.dtype.name, model.quant, model.decoder_batch_sizes, thread_count(model.threads))
     return _file_name("dry-runs", (_hardware(model.device), choices, model.page_size, config))
 
 
@@ -95,8 +96,6 @@ def _file_name(kind: str, key: object) -> str:
 
 
 def _hardware(device: torch.device) -> str:
-    if device.type == "cuda":
+    if device.type == "cuda" and torch.cuda.is_available():
         return torch.cuda.get_device_name(device)
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith(("model name", "flags"))]
-    return f"{platform.machine()} {' '.join(sorted(set(names)))}"
+    return f"{platform.machine()} {' '.join(sorted(processor_flags()))}"

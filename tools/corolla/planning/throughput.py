@@ -33,14 +33,16 @@ class Network:
 
 @dataclass(frozen=True)
 class ServerSpeed:
-    """What a server of `blocks` blocks does, by what one block does; `ends` are seconds per token of embedding, head.
+    """What a server of `blocks` blocks does, by what one block does.
 
+    `ends` and `stream` are seconds per token: embedding, head and choice; everything beside the model.
     As in Petals, a request goes through half of the blocks on average, as routes enter and leave anywhere.
     """
 
     throughput: Throughput
     blocks: int
     ends: float
+    stream: float = STREAM_SECONDS
 
     @property
     def compute(self) -> float:
@@ -55,7 +57,7 @@ class ServerSpeed:
     @property
     def session(self) -> float:
         """Tokens a second that one stream gets of a server with all blocks and the ends."""
-        return 1 / (self.blocks / self.throughput.inference + self.ends + STREAM_SECONDS)
+        return 1 / (self.blocks / self.throughput.inference + self.ends + self.stream)
 
     def to_json(self) -> dict[str, Any]:
         """For --json."""
