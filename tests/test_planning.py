@@ -145,7 +145,7 @@ def test_a_plan_that_does_not_fit_says_by_how_much_and_what_would() -> None:
     message = str(refused.value)
     assert f"{bytes_text(12 * (block + cache))} too much" in message
     tokens = (20 * (block + cache) - 32 * block) // (32 * 2048) // 16 * 16
-    assert f"20 blocks (--num-blocks 20); 32 blocks with --attn-cache-tokens {tokens}" in message
+    assert f"20 blocks (--blocks 0:20); 32 blocks with --attn-cache-tokens {tokens}" in message
     (fits,) = plan(given | {"block_bytes": block, "num_blocks": 32, "attn_cache_tokens": tokens}).devices
     assert len(fits.blocks) == 32
     with pytest.raises(PlanError):
@@ -154,7 +154,7 @@ def test_a_plan_that_does_not_fit_says_by_how_much_and_what_would() -> None:
 
 def test_quantization_is_offered_with_what_it_makes_room_for() -> None:
     given = {"usable_memory": 1200 * MIB, "ends_bytes": 0, "reserve_bytes": 500 * MIB, "attn_cache_tokens": 1024}
-    with pytest.raises(PlanError, match=r"28 blocks \(--num-blocks 28\); 32 blocks with --quant int8; 32 .* nf4"):
+    with pytest.raises(PlanError, match=r"28 blocks \(--blocks 0:28\); 32 blocks with --quant int8; 32 .* nf4"):
         plan(given | {"num_blocks": 32})
     assert len(plan(given, quant=INT8).blocks) == 32
 
@@ -226,6 +226,31 @@ def test_the_command_refuses_what_does_not_fit(grouped: Served) -> None:
     assert "nothing smaller on this machine" in str(refused.exception)
     assert isinstance(run(grouped.checkpoint, "--blocks", "2:9").exception, InvalidValueError)
     assert isinstance(run(grouped.checkpoint, "--device", "cuda", "--devices", 9).exception, InvalidValueError)
+
+
+def init(*arguments: object) -> Result:
+    return CliRunner().invoke(cli, ["init", *map(str, arguments)])
+
+
+def test_init_says_what_a_server_takes_and_refuses_what_does_not_fit(
+    grouped: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "cpu: blocks 0:4, " in init(grouped.checkpoint, "--out", tmp_path / "fits").output
+    little = DeviceMemory("cpu", GIB, GIB, "little")
+    monkeypatch.setattr("corolla.planning.repository.device_memories", lambda device: (little,))
+    refused = init(grouped.checkpoint, "--out", tmp_path / "out")
+    assert isinstance(refused.exception, PlanError)
+    assert "too much" in str(refused.exception)
+    assert "--overcommit" in str(refused.exception)
+    assert not (tmp_path / "out").exists()
+    written = init(grouped.checkpoint, "--out", tmp_path / "out", "--overcommit")
+    assert (written.exit_code, (tmp_path / "out" / "chain" / "config.pbtxt").exists()) == (0, True)
+    assert "too much" in written.stderr
+
+
+def test_init_for_a_device_of_another_machine_checks_nothing(grouped: Served, tmp_path: Path) -> None:
+    result = init(grouped.checkpoint, "--out", tmp_path / "out", "--device", "cuda")
+    assert "cuda: not on this machine, so its memory is not checked" in result.output
 
 
 def group(root: Path, path: str, **files: str) -> None:

@@ -17,7 +17,7 @@ from corolla.model.batch_sizes import COMPILED, DECODERS, EAGER
 from corolla.planning.adapters import adapter_bytes
 from corolla.planning.choices import explained_choices
 from corolla.planning.machine import assumed_memories, device_memories, shared_memory_free
-from corolla.planning.measurement import known, measured, process_memory
+from corolla.planning.measurement import Conditions, known, measured, process_memory
 from corolla.planning.plan import OVERRIDES, Setup, make_plan
 from corolla.planning.quantity import parse_bytes
 from corolla.planning.table import plan_text
@@ -97,6 +97,8 @@ def command(
     """
     source = find_source(checkpoint, revision, token)
     config = open_checkpoint(source).config
+    if tensor_parallel > 1 and (measure or remeasure):
+        raise InvalidValueError("--measure", tensor_parallel, "only without --tensor-parallel")
     hardware = Hardware.of(device)
     chosen_dtype = explained_dtype(dtype, config, hardware)
     chosen_quant = explained_quant(quant, config, hardware, tensor_parallel)
@@ -112,13 +114,13 @@ def command(
         decoder=decoder,
         quant=chosen_quant.value,
         tensor_parallel=tensor_parallel,
+        ends=ends,
     )
-    outcome = None
-    if tensor_parallel == 1:
+    outcome = known(Conditions.of_plan(repository_plan))
+    if measure or remeasure:
         with tempfile.TemporaryDirectory(prefix="corolla-plan-") as folder:
             write_repository(repository_plan, Path(folder))
-            wanted = measure or remeasure
-            outcome = measured(Path(folder), again=remeasure) if wanted else known(Path(folder))
+            outcome = measured(Path(folder), again=remeasure)
     setup = Setup(
         config=config,
         dtype=chosen_dtype.value,

@@ -10,21 +10,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from corolla.errors import CorollaError
 from corolla.kv.run_directory import ENVIRONMENT_VARIABLE, SHARED_MEMORY
 from corolla.server.processes import die_with_parent
-from corolla.threads import let_idle_threads_sleep, thread_count
-
-PROMPT_POSITIONS = 16
-FORWARD_POSITIONS = 1024
-SHORT_POSITIONS = 128
-LONGEST_PROMPT = 4096
+from corolla.threads import let_idle_threads_sleep
 
 
 @dataclass(frozen=True)
@@ -32,7 +25,7 @@ class DryRun:
     """What to run: blocks [start, end) of a repository, with a KV cache of so many tokens, 0 for as many as needed.
 
     Up to `steps` steps and `forwards` forwards are timed, for about `seconds` each. With `touch`, the whole cache is
-    used in the end, as by a server that has been full.
+    used in the end, as by a server that has been full. Without `ends`, embedding and head are left out.
     """
 
     start: int
@@ -42,6 +35,7 @@ class DryRun:
     forwards: int = 10
     seconds: float = 10.0
     touch: bool = False
+    ends: bool = True
 
 
 @dataclass(frozen=True)
@@ -92,71 +86,24 @@ def main() -> None:
 
 
 def _run(repository: Path, run: DryRun, folder: Path) -> Outcome:
-    import torch
-
-    from corolla.generate.engine import GenerateEngine  # noqa: F401  (what `generate` imports)
-    from corolla.kv.session import OpenRequest
-    from corolla.model.ends import Embedding, Head
+    """Imports come first, as what they take is measured apart."""
+    from corolla.generate.engine import GenerateEngine  # noqa: F401  (what `generate` imports besides)
+    from corolla.planning.running_blocks import RunningBlocks
     from corolla.repository.reading import served_model
-    from corolla.serving.blocks import BlocksRequest
-    from corolla.serving.hosted_blocks import HostedBlocks
-    from corolla.serving.hosting import Host
 
-    written = served_model(repository, "chain")
-    context = _context(written.checkpoint)
-    longest = min(context, LONGEST_PROMPT)
-    rows = max(written.decoder_batch_sizes, default=16)
-    tokens = run.cache_tokens or longest + rows * written.page_size
-    model = replace(written, blocks=range(run.start, run.end), attn_cache_tokens=tokens, adapters={})
-    torch.set_num_threads(thread_count(model.threads))
+    model = served_model(repository, "chain")
     before = _memory(folder)
-    with ThreadPoolExecutor(1) as opener:  # as in the backend: OpenMP's threads would else be those of the opener
-        host = opener.submit(Host, model).result()
-        table = host.session_table()
-        service = opener.submit(lambda: HostedBlocks(host, table).current).result()
-        embedding, head = Embedding(host.parts), Head(host.parts)
-    hidden_size = host.checkpoint.config.hidden_size
-
-    def states(count: int, positions: int) -> torch.Tensor:
-        return torch.randn(count, positions, hidden_size).to(model.dtype.torch)
-
-    def step(hidden_states: torch.Tensor, ids: list[str] | None = None, start: int = 0) -> torch.Tensor:
-        starts = None if ids is None else [start] * len(ids)
-        (output,) = service.run([BlocksRequest(hidden_states, ids, starts)])
-        if isinstance(output, Exception):
-            raise output
-        return output
-
-    @contextmanager
-    def sessions(count: int, length: int) -> Iterator[list[str]]:
-        ids = [table.open(OpenRequest(length)).id for _ in range(count)]
-        yield ids
-        for session_id in ids:
-            table.close(session_id)
-
-    with sessions(1, min(longest, tokens)) as ids:
-        step(states(1, min(longest, tokens) - 1), ids)
-    with sessions(1, min(SHORT_POSITIONS, tokens)) as ids:
-        step(states(1, min(SHORT_POSITIONS, tokens)), ids)
-    rows = min(rows, tokens // model.page_size)
-    with sessions(rows, 2) as ids:
-        step(states(rows, 1), ids)
-
-    positions = min(FORWARD_POSITIONS, context)
-    sequence = states(1, positions)
-    forward = _median("forwards", lambda _: step(sequence), run.forwards, run.seconds)
-    most = min(run.steps, min(longest, tokens) - PROMPT_POSITIONS)
-    with sessions(1, PROMPT_POSITIONS + most) as ids, service.steps.held(ids[0]):
-        step(states(1, PROMPT_POSITIONS), ids)
-        token = states(1, 1)
-        single = _median("steps", lambda n: step(token, ids, PROMPT_POSITIONS + n), most, run.seconds)
-        ends = _median("ends", lambda _: head(embedding(torch.tensor([[0]]))).argmax(), most, run.seconds)
+    blocks = RunningBlocks(model, range(run.start, run.end), run.cache_tokens, ends=run.ends)
+    blocks.step_in_all_ways()
+    forward = _median("forwards", lambda _: blocks.forward(), run.forwards, run.seconds)
+    with blocks.stepping(run.steps) as step:
+        single = _median("steps", step, run.steps, run.seconds)
+    ends = _median("ends", lambda _: blocks.pass_ends(), run.steps, run.seconds) if run.ends else 0.0
     if run.touch:
-        for block in model.blocks:
-            service.arena[block].keys.sum(), service.arena[block].values.sum()
+        blocks.touch_cache()
     after = _memory(folder)
     return Outcome(
-        blocks=len(model.blocks),
+        blocks=run.end - run.start,
         private=before["private"],
         work=after["private"] - before["private"],
         libraries=after["libraries"],
@@ -165,16 +112,9 @@ def _run(repository: Path, run: DryRun, folder: Path) -> Outcome:
         pss=after["pss"],
         step=single,
         forward=forward,
-        forward_positions=positions,
+        forward_positions=blocks.forward_positions,
         ends=ends,
     )
-
-
-def _context(source: object) -> int:
-    from corolla.checkpoint.source import open_checkpoint
-    from corolla.model.shape import ModelShape
-
-    return ModelShape.of(open_checkpoint(source).config).context_length  # type: ignore[arg-type]
 
 
 def _median(name: str, act: Callable[[int], object], most: int, seconds: float) -> float:

@@ -7,7 +7,7 @@ from typing import Any
 from corolla.checkpoint.source import open_checkpoint
 from corolla.peers.record import Throughput
 from corolla.planning.dry_run import Outcome
-from corolla.planning.measurement import known, measured, remembered
+from corolla.planning.measurement import Conditions, known, measured, remembered
 from corolla.planning.network import DEFAULT_MBPS, tokens_of_mbps, tokens_to_peer
 from corolla.repository.reading import served_model
 
@@ -88,10 +88,10 @@ def measured_throughput(repository: Path, network: Network | None = None, *, aga
 
 def known_throughput(repository: Path, network: Network | None = None) -> Throughput | None:
     """The same if it was measured before; nothing is run, but a peer may be asked."""
-    outcome = known(repository)
+    model = served_model(repository, "chain")
+    conditions = Conditions.of_repository(repository)
+    outcome = known(conditions)
     if outcome is None:
         return None
-    model = served_model(repository, "chain")
-    hidden_size = open_checkpoint(model.checkpoint).config.hidden_size
-    tokens = (network or Network()).tokens(hidden_size, model.dtype.torch.itemsize)
+    tokens = (network or Network()).tokens(conditions.config.hidden_size, model.dtype.torch.itemsize)
     return speed_of(outcome, tokens, len(model.blocks)).throughput
