@@ -10,6 +10,11 @@ from corolla.dtypes import DType, dtype_named
 from corolla.errors import CheckpointError
 
 
+def is_repository(folder: Path) -> bool:
+    """Whether there are models in it, whoever wrote them."""
+    return any(folder.glob("*/config.pbtxt"))
+
+
 def checkpoint_of(repository: Path) -> Source:
     """The checkpoint that a repository serves; CheckpointError when it is none of Corolla's."""
     return written_source(_parameter(repository, "checkpoint"), repository)
