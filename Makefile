@@ -5,6 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 REPOSITORY ?= model_repository
 PROMPT ?= The session table is
+WORKERS ?= 2
 STAMP := $(VENV)/.installed
 
 # As in tools/corolla/threads.py.
@@ -36,7 +37,7 @@ lint: setup
 
 test: lint
 	$(BIN)/corolla demo-checkpoint
-	$(BIN)/pytest
+	$(BIN)/pytest --numprocesses=$(WORKERS) --dist=loadgroup
 
 clean:
 	rm -rf $(VENV) .cache build server.log .mypy_cache .ruff_cache .pytest_cache tools/*.egg-info

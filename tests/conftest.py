@@ -1,5 +1,6 @@
 """Checkpoints, made once per run of the suite, and what is built on them."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +20,23 @@ from wire import GrpcWire, HttpWire, Sessions, Wire
 
 torch.set_num_threads(1)
 
+LONGEST = ("remote", "test_chaos", "test_family_decoders", "test_bench", "test_launcher", "test_decoders")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """For `--dist=loadgroup`: tests with the same server run in one worker, else those of a module; longest first."""
+    for item in items:
+        served = "remote" in getattr(item, "fixturenames", ())
+        item.add_marker(pytest.mark.xdist_group("remote" if served else item.path.stem))
+    items.sort(key=_rank)
+
+
+def _rank(item: pytest.Item) -> int:
+    """Modules whose fixtures take long come first, so that no worker is left with one at the end."""
+    (group,) = item.get_closest_marker("xdist_group").args
+    return LONGEST.index(group) if group in LONGEST else len(LONGEST)
+
+
 
 @dataclass(frozen=True)
 class Served:
@@ -32,8 +50,11 @@ class Served:
 
 @pytest.fixture(scope="session")
 def suite_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The disk cache of all tests that do not test the cache: what is compiled is compiled once."""
-    return tmp_path_factory.mktemp("suite-cache")
+    """The disk cache of all tests that do not test the cache, in all workers: what is compiled is compiled once."""
+    own = tmp_path_factory.getbasetemp()
+    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "suite-cache"
+    folder.mkdir(exist_ok=True)
+    return folder
 
 
 def serve_locally(case: Case, folder: Path, cache: Path, **options: Any) -> Served:

@@ -182,7 +182,7 @@ def bench(*arguments: object) -> Result:
     return CliRunner().invoke(cli, ["bench", *map(str, arguments)], catch_exceptions=False)
 
 
-@pytest.mark.parametrize("name", [*DRAWINGS, "linears", "pictures", "quality"])
+@pytest.mark.parametrize("name", [*DRAWINGS, "linears", "pictures", "quality", "routing"])
 def test_every_benchmark_explains_itself_with_an_example(name: str) -> None:
     assert f"Example: corolla bench {name} " in bench(name, "--help").output
 
@@ -202,6 +202,11 @@ def test_benchmarks_run_and_can_be_drawn(tmp_path: Path, suite_cache: Path, monk
     with bench_server(make_plan(checkpoint, "auto", threads=1, max_batch_size=4)) as server:
         monkeypatch.setattr(serving, "bench_server", lambda plan: nullcontext(replace(server, plan=plan)))
         run_benchmarks(checkpoint, tmp_path)
+
+
+def test_routes_in_swarms_are_timed() -> None:
+    result = bench("routing", "--peers", 20, "--blocks", 8, "--repetitions", 2)
+    assert result.output.splitlines()[2].startswith("| 20 | 8 | "), result.output
 
 
 def compare_quantizations(checkpoint: Path, folder: Path) -> None:

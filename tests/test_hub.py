@@ -136,6 +136,16 @@ def test_only_the_shards_of_the_blocks_that_are_loaded_are_fetched(
     assert hub.fetched(suffix) != shards_of(checkpoint, "")
 
 
+def test_init_for_a_part_of_the_model_fetches_only_the_shards_of_its_blocks(
+    hub: Hub, grouped: Served, tmp_path: Path
+) -> None:
+    hub.add(ID, grouped.checkpoint)
+    assert init(ID, "--out", tmp_path / "repository", "--blocks", "2:4").exit_code == 0
+    fetched = hub.fetched("safetensors")
+    assert set(shards_of(grouped.checkpoint, "model.layers.2.")) <= set(fetched)
+    assert len(fetched) < len(shards_of(grouped.checkpoint, ""))
+
+
 def test_single_file_is_fetched_when_a_part_is_loaded(hub: Hub, grouped: Served, tmp_path: Path) -> None:
     checkpoint = Path(shutil.copytree(grouped.checkpoint, tmp_path / "checkpoint"))
     single_torch_file(checkpoint)

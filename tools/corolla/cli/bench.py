@@ -66,7 +66,7 @@ def _max_batch_size(default: int) -> Any:
       corolla bench pictures generate.json --out pictures"""
 )
 def command() -> None:
-    """Measure a checkpoint on this machine, through a server that is started for it.
+    """Measure on this machine: most of them a checkpoint, through a server that is started for it.
 
     A checkpoint is a local folder, or org/name or org/name@revision on the hub.
     """
@@ -304,6 +304,17 @@ def linears(outputs: int, inputs: int, dtype: str, rows: list[int], threads: int
     from corolla.dtypes import dtype_named
 
     click.echo(table(measure_linears(outputs, inputs, dtype_named(dtype).torch, rows, threads, rounds)))
+
+
+@command.command(epilog="Example: corolla bench routing --peers 1000 --blocks 80")
+@click.option("--peers", type=click.IntRange(1, 100000), default=1000, show_default=True)
+@click.option("--blocks", type=click.IntRange(1, 1024), default=80, show_default=True, help="Of the model.")
+@click.option("--repetitions", type=click.IntRange(1, 1000), default=10, show_default=True, help="Swarms.")
+def routing(peers: int, blocks: int, repetitions: int) -> None:
+    """Time how long it takes to find routes in swarms made at random, in this process."""
+    from corolla.bench.routing import measure_routing, table
+
+    click.echo(table(measure_routing(peers, blocks, repetitions)))
 
 
 @command.command(epilog="Example: corolla bench pictures generate.json merged.json --out docs/pictures")

@@ -80,3 +80,7 @@ class PeerRecord:
             return cls(**known)
         except (ValueError, TypeError, KeyError) as error:
             raise PeerRecordError(f"not the record of a server: {text[:200]!r} ({error})") from error
+
+
+Peers = list[PeerRecord]
+"""Records of several servers, ordered by their `peer_id`."""
