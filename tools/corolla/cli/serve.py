@@ -4,6 +4,7 @@ import json
 import logging
 import signal
 import sys
+import threading
 from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,13 +15,15 @@ from click.core import ParameterSource
 
 from corolla.checkpoint.source import may_be_checkpoint
 from corolla.cli.repository_options import repository_options, write_chosen
-from corolla.errors import InvalidValueError
+from corolla.errors import CorollaError, InvalidValueError
+from corolla.reachability.announced import Announced
 from corolla.repository.choices import Choices, plan_repository
-from corolla.repository.reading import is_repository
+from corolla.repository.reading import is_repository, registry_of
 from corolla.repository.writer import state_folder
 from corolla.server.options import ServerOptions
 from corolla.server.supervisor import ReadyServer, Supervisor
 
+_LOG = logging.getLogger("corolla.server")
 _PORT = click.IntRange(0, 65535)
 
 _EXAMPLES = """
@@ -69,6 +72,11 @@ Stop the server with Ctrl-C.
 )
 @click.option("--log-file", type=click.Path(path_type=Path), help="File for the server's log. [default: stderr]")
 @click.option("--ready-file", type=click.Path(path_type=Path), help="File to hold the addresses while it serves.")
+@click.option(
+    "--announce-address",
+    metavar="HOST[:PORT]",
+    help="Where other servers reach its gRPC endpoint. [default: --host, or the address of the network interface]",
+)
 @click.option("--examples", is_flag=True, help="Print calls to try once it serves.")
 @click.option(
     "--out",
@@ -89,6 +97,7 @@ def command(
     backends: Path | None,
     log_file: Path | None,
     ready_file: Path | None,
+    announce_address: str | None,
     examples: bool,
     out: Path | None,
     tritonserver_flags: tuple[str, ...],
@@ -108,8 +117,17 @@ def command(
     else:
         repository = _write_repository(checkpoint, out, Choices(**choices))
     options = ServerOptions(
-        repository, host, http_port, grpc_port, metrics_port, tritonserver_flags, backends, run_directory
+        repository,
+        host,
+        http_port,
+        grpc_port,
+        metrics_port,
+        tritonserver_flags,
+        backends,
+        run_directory,
+        announce_address=announce_address,
     )
+    registry = registry_of(repository)
     with ExitStack() as stack:
         sink = stack.enter_context(log_file.open("a")) if log_file else sys.stderr
         _log_to({sys.stderr, sink})
@@ -118,6 +136,9 @@ def command(
 
         def announce(ready: ReadyServer) -> None:
             click.echo(f"corolla: serving {repository} at {ready.endpoints}")
+            if registry and ready.endpoints.grpc:
+                announced = options.announced(ready.endpoints.grpc.port)
+                threading.Thread(target=_check_reachability, args=(registry, announced), daemon=True).start()
             if ready_file:
                 _write_ready_file(ready_file, ready)
             if examples:
@@ -158,6 +179,26 @@ def _write_repository(checkpoint: str, out: Path | None, choices: Choices) -> Pa
     folder = out or state_folder(plan)
     write_chosen(plan, opened, folder, choices)
     return folder
+
+
+def _check_reachability(registry: str, announced: Announced) -> None:
+    """Has another server dial this one; a server that nobody reaches is useless to others and must say so."""
+    from corolla.reachability.asking import ask_peers, registered_peers
+
+    if announced.warning:
+        _LOG.warning("%s", announced.warning)
+        return
+    try:
+        verdict = ask_peers(announced.address, registered_peers(registry, announced.address))
+    except CorollaError as error:
+        _LOG.warning("reachability of %s is not known: %s", announced.address, error)
+        return
+    if verdict.reachable:
+        _LOG.info("reachable for other servers: %s", verdict.detail)
+    elif verdict.reachable is None:
+        _LOG.info("reachability of %s is not known: %s; %s", announced.address, verdict.detail, verdict.remedy)
+    else:
+        _LOG.error("NOT REACHABLE for other servers: %s; %s", verdict.detail, verdict.remedy)
 
 
 def _log_to(streams: set[TextIO]) -> None:

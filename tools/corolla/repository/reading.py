@@ -20,6 +20,14 @@ def checkpoint_of(repository: Path) -> Source:
     return written_source(_parameter(repository, "checkpoint"), repository)
 
 
+def registry_of(repository: Path) -> str:
+    """The URL of the registry that the server takes part in; empty for none, and where it is none of Corolla's."""
+    try:
+        return _parameter(repository, "registry")
+    except CheckpointError:
+        return ""
+
+
 def dtype_of(repository: Path) -> DType:
     """The dtype that a repository serves in; CheckpointError when it is none of Corolla's."""
     return dtype_named(_parameter(repository, "dtype"))
