@@ -1,6 +1,5 @@
 """All models of a server inside the test's process, opened from a repository as their backends open them."""
 
-import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,8 +8,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-from google.protobuf import json_format, text_format
-from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from corolla.checkpoint.source import Source, open_checkpoint
 from corolla.dtypes import dtype_named
@@ -19,11 +16,11 @@ from corolla.generate.sequence import Finished
 from corolla.kv.session import OpenRequest
 from corolla.model.ends import Embedding, Head
 from corolla.repository.plan import RepositoryPlan
+from corolla.repository.reading import served_model
 from corolla.repository.writer import write_repository
 from corolla.serving.blocks import BlocksRequest, BlocksService
 from corolla.serving.hosted_blocks import HostedBlocks
 from corolla.serving.hosting import Host
-from corolla.serving.parameters import ServedModel
 
 
 def make_plan(checkpoint: Source, ranges: Sequence[range], dtype: str = "float32", **options: Any) -> RepositoryPlan:
@@ -34,20 +31,6 @@ def make_plan(checkpoint: Source, ranges: Sequence[range], dtype: str = "float32
         dtype=dtype_named(dtype),
         ranges=list(ranges),
         **({"threads": 1, "decoder": "eager"} | options),
-    )
-
-
-def served_model(repository: Path, name: str) -> ServedModel:
-    """A model as its backend finds it in its `initialize`."""
-    config = text_format.Parse((repository / name / "config.pbtxt").read_text(), ModelConfig())
-    arguments = json_format.MessageToDict(config, preserving_proto_field_name=True)
-    return ServedModel.from_arguments(
-        {
-            "model_config": json.dumps(arguments),
-            "model_repository": str(repository / name),
-            "model_instance_kind": "CPU",
-            "model_instance_device_id": "0",
-        }
     )
 
 

@@ -45,7 +45,9 @@ def prepared(folder: Path, form: WeightForm, part: str, cache: Path, rank: int =
     return file_bytes(entry.file)
 
 
-@pytest.fixture(scope="module", params=[GROUPED, FALCON_MULTI_QUERY, MIXTRAL, NAMED["bloom"]], ids=lambda case: case.name)
+@pytest.fixture(
+    scope="module", params=[GROUPED, FALCON_MULTI_QUERY, MIXTRAL, NAMED["bloom"]], ids=lambda case: case.name
+)
 def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint with grouped, multi-query and multi-head attention, experts, norms after the embedding, ties."""
     folder = tmp_path_factory.mktemp(request.param.name)
@@ -77,9 +79,7 @@ def test_a_shard_takes_what_is_planned(tmp_path: Path) -> None:
     config, form = GROUPED.model_config(), WeightForm(torch.bfloat16, shards=2)
     for rank in range(2):
         cache = tmp_path / str(rank)
-        assert block_bytes(config, form, rank) == prepared(
-            tmp_path / "checkpoint", form, block_part(0), cache, rank
-        )
+        assert block_bytes(config, form, rank) == prepared(tmp_path / "checkpoint", form, block_part(0), cache, rank)
 
 
 @pytest.mark.parametrize("case", [*CASES, *FAMILIES], ids=lambda case: case.name)
@@ -93,7 +93,9 @@ def test_blocks_are_alike(case: Case) -> None:
     assert len({tuple((name, t.shape) for name, t in block.items()) for block in blocks}) == 1
 
 
-@given(tokens=st.integers(1, 10**6), page_size=st.sampled_from([1, 16, 64]), dtype=st.sampled_from(["float32", "bfloat16"]))
+@given(
+    tokens=st.integers(1, 10**6), page_size=st.sampled_from([1, 16, 64]), dtype=st.sampled_from(["float32", "bfloat16"])
+)
 @settings(deadline=None)
 def test_the_cache_of_tokens_is_that_of_the_arena(tokens: int, page_size: int, dtype: str) -> None:
     for case in (GROUPED, FALCON_MULTI_QUERY, NAMED["full-untied-dynamic-sharded"]):

@@ -21,6 +21,7 @@ COMMANDS = {
     "init": "Write a model repository that serves a checkpoint, local or on the Hugging Face hub.",
     "make-checkpoint": "Write a Llama checkpoint with seeded random weights, for benchmarks.",
     "pause": "Take a model of a running server out of service.",
+    "plan": "Say what of a checkpoint fits on this machine and how fast it will be, with every formula.",
     "resume": "Bring a paused model back.",
     "serve": "Serve the models of a repository until interrupted.",
     "sessions": "Look at the KV cache of a running server; open and close sessions.",

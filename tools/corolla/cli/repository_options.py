@@ -10,6 +10,9 @@ from corolla.checkpoint.folder import CheckpointFolder
 from corolla.checkpoint.parts import block_prefixes
 from corolla.dtypes import DTYPES
 from corolla.model.batch_sizes import DECODERS
+from corolla.planning.plan import PlanError
+from corolla.planning.repository import planned
+from corolla.planning.table import summary
 from corolla.quantization import QUANTS
 from corolla.repository.choices import Choices
 from corolla.repository.plan import DEFAULT_BATCH_CHANNEL_CAPACITY, DEFAULT_MAX_BATCH_SIZE, DEVICES, RepositoryPlan
@@ -93,6 +96,7 @@ _OPTIONS = (
         help="LoRA adapter to load at the start, a local folder or org/name on the hub; may be given repeatedly.",
     ),
     click.option("--relative", is_flag=True, help="Write local paths relative to the repository."),
+    click.option("--overcommit", is_flag=True, help="Write it even if this machine has too little memory for it."),
     click.option(
         "--force",
         is_flag=True,
@@ -111,6 +115,7 @@ def repository_options(command: _Command) -> _Command:
 
 def write_chosen(plan: RepositoryPlan, checkpoint: CheckpointFolder, out: Path, choices: Choices) -> None:
     """Fetches the weights and writes the repository as it was chosen; says what it changed."""
+    _check_memory(plan, out, choices)
     if not choices.no_weights:
         others = set(range(plan.config.num_hidden_layers)).difference(plan.hosted)
         checkpoint.fetch(without=block_prefixes(plan.config, others))
@@ -119,3 +124,15 @@ def write_chosen(plan: RepositoryPlan, checkpoint: CheckpointFolder, out: Path, 
         click.echo(f"{'wrote' if change.after is not None else 'removed'} {out / change.file}")
     for file in changes.kept:
         click.echo(f"kept {out / file}, which was edited by hand; --force overwrites it")
+
+
+def _check_memory(plan: RepositoryPlan, out: Path, choices: Choices) -> None:
+    """Says what the server takes; PlanError when this machine has less, unless that is wanted."""
+    try:
+        found = planned(plan, out)
+    except PlanError as error:
+        if not choices.overcommit:
+            raise PlanError(f"{error}; or --overcommit, for another machine") from error
+        click.echo(f"warning: {error}", err=True)
+    else:
+        click.echo(summary(found) if found else f"{plan.device}: not on this machine, so its memory is not checked")

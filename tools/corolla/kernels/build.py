@@ -32,6 +32,14 @@ def compiler() -> list[str]:
 
 
 @cache
+def processor_flags() -> frozenset[str]:
+    """What this processor can do, by the names of Linux; empty where it does not tell."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return frozenset(next((line for line in lines if line.startswith("flags")), "").partition(":")[2].split())
+
+
+@cache
 def machine_key() -> str:
     """Names what compiled code depends on outside its source: torch and the kind of processor."""
     info = Path("/proc/cpuinfo")

@@ -36,6 +36,11 @@ def device_memories(device: str, count: int = 0) -> tuple[DeviceMemory, ...]:
     return found[:count] if count else found
 
 
+def assumed_memories(device: str, count: int, free: int) -> tuple[DeviceMemory, ...]:
+    """GPUs of some other machine, each with so many free bytes."""
+    return tuple(DeviceMemory(f"{device}:{index}", free, free, "--memory") for index in range(count))
+
+
 def shared_memory_free() -> int:
     """Bytes that files in /dev/shm, such as the KV cache on CPUs, may still take."""
     return psutil.disk_usage(str(SHARED_MEMORY)).free

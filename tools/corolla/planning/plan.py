@@ -269,7 +269,8 @@ def _advice(
         f"blocks {blocks.stop - on_last}:{blocks.stop} need {bytes_text(last.needs.total(on_last))} on {where}: "
         f"{missing} too much"
     )
-    found = [f"{hosted} blocks (--num-blocks {hosted})"] if hosted else []
+    fewer = blocks[:hosted]
+    found = [f"{hosted} blocks (--blocks {fewer.start}:{fewer.stop})"] if hosted else []
     if setup.quant == NONE and setup.shards == 1 and "block_bytes" not in given:
         for quant in (INT8, NF4):
             count = _hosted(_assign(replace(setup, quant=quant), memories, shared, given))

@@ -46,6 +46,7 @@ class Choices:
     tensor_parallel: int = 1
     adapters: tuple[str, ...] = ()
     relative: bool = False
+    overcommit: bool = False
     force: bool = False
 
 

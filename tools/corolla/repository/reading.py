@@ -1,13 +1,18 @@
 """What a written model repository says."""
 
+import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from google.protobuf import text_format
-from tritonclient.grpc.model_config_pb2 import ModelConfig
+from google.protobuf import json_format, text_format
+from tritonclient.grpc.model_config_pb2 import ModelConfig, ModelInstanceGroup
 
 from corolla.checkpoint.source import Source, written_source
 from corolla.dtypes import DType, dtype_named
 from corolla.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from corolla.serving.parameters import ServedModel
 
 
 def is_repository(folder: Path) -> bool:
@@ -33,9 +38,32 @@ def dtype_of(repository: Path) -> DType:
     return dtype_named(_parameter(repository, "dtype"))
 
 
+def served_model(repository: Path, name: str) -> "ServedModel":
+    """A model as its backend finds it in its `initialize`, on the CPU or the first GPU.
+
+    CheckpointError when the repository has no such model.
+    """
+    from corolla.serving.parameters import ServedModel
+
+    config = _config(repository, name)
+    on_gpu = config.instance_group[0].kind == ModelInstanceGroup.KIND_GPU
+    return ServedModel.from_arguments(
+        {
+            "model_config": json.dumps(json_format.MessageToDict(config, preserving_proto_field_name=True)),
+            "model_repository": str(repository / name),
+            "model_instance_kind": "GPU" if on_gpu else "CPU",
+            "model_instance_device_id": "0",
+        }
+    )
+
+
 def _parameter(repository: Path, name: str) -> str:
-    file = repository / "sessions" / "config.pbtxt"
+    value: str = _config(repository, "sessions").parameters[name].string_value
+    return value
+
+
+def _config(repository: Path, model: str) -> ModelConfig:
+    file = repository / model / "config.pbtxt"
     if not file.is_file():
         raise CheckpointError(f"{repository}: no model repository of Corolla; write one with `corolla init`")
-    value: str = text_format.Parse(file.read_text(), ModelConfig()).parameters[name].string_value
-    return value
+    return text_format.Parse(file.read_text(), ModelConfig())

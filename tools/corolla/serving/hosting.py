@@ -1,7 +1,6 @@
 """What every served model opens when it is loaded: the checkpoint's parts, the session table."""
 
 import logging
-import os
 
 import torch
 
@@ -18,6 +17,7 @@ from corolla.model.shape import ModelShape
 from corolla.model.sharding import Shard
 from corolla.serving.lora import AdaptersService
 from corolla.serving.parameters import ServedModel
+from corolla.threads import thread_count
 
 
 class Host:
@@ -29,7 +29,7 @@ class Host:
         logging.getLogger("corolla").setLevel(logging.INFO)
         self.model = model
         self.shard = Shard(rank, model.tensor_parallel)
-        torch.set_num_threads(model.threads or self._share_of_cores())
+        torch.set_num_threads(thread_count(model.threads, self.shard.count))
         self.device = model.device
         if model.device.type == "cuda":
             self.device = torch.device("cuda", model.device.index + rank)
@@ -62,6 +62,3 @@ class Host:
     def token_log(self) -> TokenLog:
         """The server's log of generated tokens."""
         return TokenLog(self.directory, self.layout)
-
-    def _share_of_cores(self) -> int:
-        return max(1, len(os.sched_getaffinity(0)) // self.shard.count)
