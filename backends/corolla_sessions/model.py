@@ -1,4 +1,4 @@
-"""Opens, closes and describes sessions. An open that has to wait answers later and holds up nobody."""
+"""Opens, closes and describes sessions. What has to wait answers later and holds up nobody."""
 
 from corolla.serving.starting import started
 
@@ -44,7 +44,9 @@ class TritonPythonModel:
     def _answer_or_defer(self, request):
         operation = answered(lambda: scalar(request, "operation"))
         if operation == "load_adapter":
-            return self._defer_loading(request)
+            return self._defer_call(request, self._service.load_adapter, "adapter", "source")
+        if operation == "dial":
+            return self._defer_call(request, self._service.dial, "address")
         if operation != "open":
             return answered(lambda: self._answer(request))
         sender = request.get_response_sender()
@@ -61,12 +63,12 @@ class TritonPythonModel:
             return error_response(error)
         return self._defer(sender, lambda: self._service.open(opening, sender.is_cancelled))
 
-    def _defer_loading(self, request):
-        """Fetching and preparing an adapter may take long."""
-        fields = answered(lambda: _read_adapter(request, "adapter", "source"))
+    def _defer_call(self, request, call, *names):
+        """Fetching and preparing an adapter may take long, and so may an address that does not answer."""
+        fields = answered(lambda: _read(request, *names))
         if not isinstance(fields, list):
             return fields
-        return self._defer(request.get_response_sender(), lambda: self._service.load_adapter(*fields))
+        return self._defer(request.get_response_sender(), lambda: call(*fields))
 
     def _defer(self, sender, call):
         if not self._places.acquire(blocking=False):
@@ -90,8 +92,8 @@ class TritonPythonModel:
         if operation == "list_adapters":
             return _reply(self._service.list_adapters())
         if operation == "unload_adapter":
-            return _reply(self._service.unload_adapter(*_read_adapter(request, "adapter")))
-        allowed = "open, close, stat, load_adapter, unload_adapter, list_adapters"
+            return _reply(self._service.unload_adapter(*_read(request, "adapter")))
+        allowed = "open, close, stat, load_adapter, unload_adapter, list_adapters, dial"
         raise InvalidValueError("operation", operation, allowed)
 
 
@@ -102,7 +104,7 @@ def _read_open(request):
     return OpenRequest(max_length, **{name: value for name, value in optional.items() if value is not None})
 
 
-def _read_adapter(request, *names):
+def _read(request, *names):
     values = [scalar(request, name) for name in names]
     for name, value in zip(names, values, strict=True):
         required(name, value, scalar(request, "operation"))

@@ -43,6 +43,7 @@ _SESSION_FIELDS = {
     "idle_timeout": "FP32",
     "adapter": "BYTES",
     "source": "BYTES",
+    "address": "BYTES",
 }
 
 

@@ -32,7 +32,7 @@ SMALL_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]
 SUBFOLDERS = ["*/*"]
 """Other formats, and weights for other programs."""
 
-_NAME = re.compile(r"(?:hf://)?(?P<id>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
+_NAME = re.compile(r"(?:hf://)?(?P<id>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>[\w./-]+))?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 

@@ -21,6 +21,11 @@ def find_source(text: str, revision: str | None = None, token: str | None = None
     return Path(text)
 
 
+def may_be_checkpoint(text: str) -> bool:
+    """Whether it is a folder that looks like a checkpoint, or may be the name of a model on the hub."""
+    return (Path(text) / "config.json").is_file() if Path(text).is_dir() else is_hub_name(text)
+
+
 def written_source(text: str, repository: Path) -> Source:
     """What a model repository says; relative paths start at its folder."""
     return HubModel.parse(text) if text.startswith(SCHEME) else (repository / text).resolve()

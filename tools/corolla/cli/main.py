@@ -6,12 +6,14 @@ import sys
 import click
 
 from corolla import __version__
+from corolla.cli.settings import configure
 from corolla.errors import CorollaError
 
 COMMANDS = {
     "adapters": "List, load and unload the adapters of a running server.",
     "bench": "Measure a checkpoint on this machine, beside transformers, and draw the figures.",
     "cache": "Look at, shrink or empty the disk cache of prepared blocks.",
+    "config": "Print the settings of a command and where each of them comes from.",
     "demo": "Serve a repository, generate once and stop the server.",
     "demo-checkpoint": "Train the small Llama of the demo.",
     "doctor": "Check what a server needs on this machine; say what to do about what is missing.",
@@ -37,7 +39,7 @@ class LazyGroup(click.Group):
         if name not in COMMANDS:
             return None
         command: click.Command = importlib.import_module(f"corolla.cli.{name.replace('-', '_')}").command
-        return command
+        return configure(command, [name])
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

@@ -4,15 +4,26 @@ import json
 import logging
 import signal
 import sys
+import threading
+from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import click
+from click.core import ParameterSource
 
+from corolla.checkpoint.source import may_be_checkpoint
+from corolla.cli.repository_options import repository_options, write_chosen
+from corolla.errors import CorollaError, InvalidValueError
+from corolla.reachability.announced import Announced
+from corolla.repository.choices import Choices, plan_repository
+from corolla.repository.reading import is_repository, registry_of
+from corolla.repository.writer import state_folder
 from corolla.server.options import ServerOptions
 from corolla.server.supervisor import ReadyServer, Supervisor
 
+_LOG = logging.getLogger("corolla.server")
 _PORT = click.IntRange(0, 65535)
 
 _EXAMPLES = """
@@ -40,11 +51,12 @@ Stop the server with Ctrl-C.
     context_settings={"ignore_unknown_options": True},
     epilog="""\b
     Examples:
+      corolla serve ./my-llama --dtype bfloat16
       corolla serve ./model_repository
       corolla serve ./model_repository --host 0.0.0.0 --http-port 9000 --log-file server.log
       corolla serve ./model_repository --log-verbose=1 --metrics-interval-ms=500""",
 )
-@click.argument("repository", metavar="REPO", type=click.Path(path_type=Path))
+@click.argument("checkpoint", metavar="CHECKPOINT|REPO")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0: all of them.")
 @click.option("--http-port", type=_PORT, default=8000, show_default=True, help="0: any free one.")
 @click.option("--grpc-port", type=_PORT, default=8001, show_default=True, help="0: any free one.")
@@ -60,10 +72,23 @@ Stop the server with Ctrl-C.
 )
 @click.option("--log-file", type=click.Path(path_type=Path), help="File for the server's log. [default: stderr]")
 @click.option("--ready-file", type=click.Path(path_type=Path), help="File to hold the addresses while it serves.")
+@click.option(
+    "--announce-address",
+    metavar="HOST[:PORT]",
+    help="Where other servers reach its gRPC endpoint. [default: --host, or the address of the network interface]",
+)
 @click.option("--examples", is_flag=True, help="Print calls to try once it serves.")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    help="Folder for the repository of CHECKPOINT. [default: one in ~/.local/state/corolla, named after what it holds]",
+)
+@repository_options
 @click.argument("tritonserver_flags", nargs=-1, type=click.UNPROCESSED)
+@click.pass_context
 def command(
-    repository: Path,
+    ctx: click.Context,
+    checkpoint: str,
     host: str,
     http_port: int,
     grpc_port: int,
@@ -72,17 +97,37 @@ def command(
     backends: Path | None,
     log_file: Path | None,
     ready_file: Path | None,
+    announce_address: str | None,
     examples: bool,
+    out: Path | None,
     tritonserver_flags: tuple[str, ...],
+    **choices: Any,
 ) -> None:
-    """Serve the models of REPO until interrupted.
+    """Serve CHECKPOINT, or the models of REPO, until interrupted.
+
+    CHECKPOINT is a local folder in Hugging Face format or org/name on the hub; its repository is written first, as by
+    `corolla init` with the same options. REPO was written before.
 
     tritonserver is started and watched: it is started again if it dies, and a model whose process dies is loaded
     again. Any other flag goes to tritonserver as it is.
     """
+    if is_repository(Path(checkpoint)):
+        _refuse_choices(ctx, checkpoint, ["out", *choices])
+        repository = Path(checkpoint)
+    else:
+        repository = _write_repository(checkpoint, out, Choices(**choices))
     options = ServerOptions(
-        repository, host, http_port, grpc_port, metrics_port, tritonserver_flags, backends, run_directory
+        repository,
+        host,
+        http_port,
+        grpc_port,
+        metrics_port,
+        tritonserver_flags,
+        backends,
+        run_directory,
+        announce_address=announce_address,
     )
+    registry = registry_of(repository)
     with ExitStack() as stack:
         sink = stack.enter_context(log_file.open("a")) if log_file else sys.stderr
         _log_to({sys.stderr, sink})
@@ -91,6 +136,9 @@ def command(
 
         def announce(ready: ReadyServer) -> None:
             click.echo(f"corolla: serving {repository} at {ready.endpoints}")
+            if registry and ready.endpoints.grpc:
+                announced = options.announced(ready.endpoints.grpc.port)
+                threading.Thread(target=_check_reachability, args=(registry, announced), daemon=True).start()
             if ready_file:
                 _write_ready_file(ready_file, ready)
             if examples:
@@ -104,6 +152,53 @@ def command(
             if signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, lambda *_: supervisor.stop())
         supervisor.run()
+
+
+def _refuse_choices(ctx: click.Context, repository: str, names: Iterable[str]) -> None:
+    """What the repository was written with holds; settings that are meant for all commands are passed over."""
+    for name in names:
+        if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            flag = f"--{name.replace('_', '-')}"
+            raise InvalidValueError(
+                flag, ctx.params[name], f"only for a checkpoint; {repository} is written: change it with `corolla init`"
+            )
+
+
+def _write_repository(checkpoint: str, out: Path | None, choices: Choices) -> Path:
+    """The folder of the repository, the same for the same inputs."""
+    if not may_be_checkpoint(checkpoint):
+        raise InvalidValueError(
+            "CHECKPOINT|REPO",
+            checkpoint,
+            "a checkpoint, which is a folder with config.json or org/name on the hub, or a repository as `corolla "
+            "init` writes it; flags for tritonserver come after it",
+        )
+    if choices.relative and out is None:
+        raise InvalidValueError("--relative", True, "only together with --out")
+    plan, opened = plan_repository(checkpoint, out or Path(), choices)
+    folder = out or state_folder(plan)
+    write_chosen(plan, opened, folder, choices)
+    return folder
+
+
+def _check_reachability(registry: str, announced: Announced) -> None:
+    """Has another server dial this one; a server that nobody reaches is useless to others and must say so."""
+    from corolla.reachability.asking import ask_peers, registered_peers
+
+    if announced.warning:
+        _LOG.warning("%s", announced.warning)
+        return
+    try:
+        verdict = ask_peers(announced.address, registered_peers(registry, announced.address))
+    except CorollaError as error:
+        _LOG.warning("reachability of %s is not known: %s", announced.address, error)
+        return
+    if verdict.reachable:
+        _LOG.info("reachable for other servers: %s", verdict.detail)
+    elif verdict.reachable is None:
+        _LOG.info("reachability of %s is not known: %s; %s", announced.address, verdict.detail, verdict.remedy)
+    else:
+        _LOG.error("NOT REACHABLE for other servers: %s; %s", verdict.detail, verdict.remedy)
 
 
 def _log_to(streams: set[TextIO]) -> None:

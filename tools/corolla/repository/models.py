@@ -141,10 +141,11 @@ def _sessions(plan: RepositoryPlan) -> ModelConfig:
             _optional("idle_timeout", TYPE_FP32),
             _optional("adapter", TYPE_STRING),
             _optional("source", TYPE_STRING),
+            _optional("address", TYPE_STRING),
         ]
     )
     counters = ("max_length", "length", "reserved_tokens", "free_tokens", "total_tokens", "open_sessions", "waiting")
-    texts = ("session_id", "adapter", "adapters")
+    texts = ("session_id", "adapter", "adapters", "dialled")
     model.output.extend(ModelOutput(name=name, data_type=TYPE_STRING, dims=[1]) for name in texts)
     model.output.extend(ModelOutput(name=name, data_type=TYPE_INT64, dims=[1]) for name in counters)
     return model

@@ -15,9 +15,22 @@ if TYPE_CHECKING:
     from corolla.serving.parameters import ServedModel
 
 
+def is_repository(folder: Path) -> bool:
+    """Whether there are models in it, whoever wrote them."""
+    return any(folder.glob("*/config.pbtxt"))
+
+
 def checkpoint_of(repository: Path) -> Source:
     """The checkpoint that a repository serves; CheckpointError when it is none of Corolla's."""
     return written_source(_parameter(repository, "checkpoint"), repository)
+
+
+def registry_of(repository: Path) -> str:
+    """The URL of the registry that the server takes part in; empty for none, and where it is none of Corolla's."""
+    try:
+        return _parameter(repository, "registry")
+    except CheckpointError:
+        return ""
 
 
 def dtype_of(repository: Path) -> DType:

@@ -1,5 +1,8 @@
 """Writes a model repository: one folder with config.pbtxt and an empty version folder per model."""
 
+import hashlib
+import json
+import os
 import shutil
 from pathlib import Path
 
@@ -30,6 +33,14 @@ def repository_files(plan: RepositoryPlan) -> dict[Path, str]:
         files[Path(model.name) / CONFIG] = config_text(model, plan)
         files[Path(model.name) / KEEP] = ""
     return files
+
+
+def state_folder(plan: RepositoryPlan) -> Path:
+    """Where a repository goes that nobody named a folder for: in the user's state folder, one for each content."""
+    base = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
+    content = json.dumps([[str(path), text] for path, text in repository_files(plan).items()])
+    name = plan.checkpoint.name or "checkpoint"
+    return base / "corolla" / "repositories" / f"{name}-{hashlib.sha256(content.encode()).hexdigest()[:16]}"
 
 
 def repository_changes(plan: RepositoryPlan, out: Path, *, force: bool = False) -> Changes:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from corolla.errors import InvalidValueError
+from corolla.reachability.announced import Announced, announced_address
 from corolla.server.checks import MIN_SHM_BYTES
 
 EXIT_TIMEOUT_SECONDS = 20
@@ -27,6 +28,8 @@ class ServerOptions:
     run_directory: Path | None = None
     """A new or empty folder on shared memory; None: a fresh one in /dev/shm."""
     min_shm_bytes: int = MIN_SHM_BYTES
+    announce_address: str | None = None
+    """HOST or HOST:PORT at which other servers reach this one's gRPC endpoint; None: as `announced_address` says."""
 
     def __post_init__(self) -> None:
         if not self.repository.is_dir():
@@ -54,6 +57,10 @@ class ServerOptions:
     def address(self, service: str) -> str:
         """The address the service listens on."""
         return (self.given(f"--{service}-address") or [self.host])[-1]
+
+    def announced(self, grpc_port: int) -> Announced:
+        """What other servers are told of its gRPC endpoint, on the port that was chosen."""
+        return announced_address(self.announce_address, self.address("grpc"), grpc_port)
 
     def http_headers(self) -> dict[str, str]:
         """The headers that a restricted HTTP API wants, from `--http-restricted-api=APIS:KEY=VALUE`."""

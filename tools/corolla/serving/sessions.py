@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from corolla.errors import InvalidValueError
 from corolla.kv.session import OpenRequest
@@ -14,12 +14,14 @@ from corolla.serving.lora import AdaptersService
 class SessionsReply:
     """The outputs of the sessions model. Fields about one session are empty or 0 where the reply is about none.
 
-    `adapters` is a JSON list where the reply is about them, else empty.
+    `adapters` is a JSON list where the reply is about them, else empty; `dialled` is an object that says what Dialled
+    does where an address was dialled, else empty.
     """
 
     session_id: str
     adapter: str
     adapters: str
+    dialled: str
     max_length: int
     length: int
     reserved_tokens: int
@@ -31,7 +33,7 @@ class SessionsReply:
 
 @dataclass(frozen=True)
 class SessionsService:
-    """open, close and stat on the server's session table; loading and unloading of its adapters."""
+    """open, close and stat on the server's session table; loading and unloading of its adapters; dialling."""
 
     table: SessionTable
     adapters: AdaptersService
@@ -76,6 +78,12 @@ class SessionsService:
         ]
         return replace(self.stat(None), adapters=json.dumps(listed))
 
+    def dial(self, address: str) -> SessionsReply:
+        """See corolla.reachability.dialing.dial."""
+        from corolla.reachability.dialing import dial  # the start need not wait for gRPC
+
+        return replace(self.stat(None), dialled=json.dumps(asdict(dial(address))))
+
     def _reply(
         self, session_id: str, max_length: int, length: int, reserved: int, adapter: str = ""
     ) -> SessionsReply:
@@ -84,6 +92,7 @@ class SessionsService:
             session_id=session_id,
             adapter=adapter,
             adapters="",
+            dialled="",
             max_length=max_length,
             length=length,
             reserved_tokens=reserved,

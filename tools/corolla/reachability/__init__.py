@@ -1,0 +1,1 @@
+"""Whether other servers can reach this one: they are asked to dial its address."""
