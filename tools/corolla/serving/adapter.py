@@ -81,13 +81,12 @@ def response(**outputs: Any) -> Any:
 
 def error_response(error: Exception) -> Any:
     """A response that carries an error; what is no CorollaError is named by its type as well."""
-    return pb_utils.InferenceResponse([], pb_utils.TritonError(_message(error), _error_code(error)))
+    return pb_utils.InferenceResponse([], _triton_error(error))
 
 
 def span_error_response(error: Exception) -> Any:
-    """Like `error_response`, with the name of the code in front: streams of Triton carry errors without their codes."""
-    code = _error_code(error)
-    return pb_utils.InferenceResponse([], pb_utils.TritonError(f"{_CODE_NAMES[code]}: {_message(error)}", code))
+    """Like `error_response`, with the status in front: Triton's streams carry errors without it."""
+    return pb_utils.InferenceResponse([], _triton_error(error, prefix=f"{_status(error)}: "))
 
 
 def answered(make: Callable[[], Any]) -> Any:
@@ -113,25 +112,24 @@ class _Counter:
         self.metric.increment(value)
 
 
-_CODE_NAMES = {
-    pb_utils.TritonError.INVALID_ARG: "INVALID_ARGUMENT",
-    pb_utils.TritonError.NOT_FOUND: "NOT_FOUND",
-    pb_utils.TritonError.UNAVAILABLE: "UNAVAILABLE",
-    pb_utils.TritonError.INTERNAL: "INTERNAL",
-}
-
-
 def _message(error: Exception) -> str:
     return str(error) if isinstance(error, CorollaError) else f"internal error: {type(error).__name__}: {error}"
 
 
-def _error_code(error: Exception) -> Any:
-    codes = pb_utils.TritonError
+def _status(error: Exception) -> str:
+    """As gRPC names it."""
     if isinstance(error, InvalidRequestError | AdapterError):
-        return codes.INVALID_ARG
+        return "INVALID_ARGUMENT"
     if isinstance(error, NotFoundError):
-        return codes.NOT_FOUND
-    return codes.UNAVAILABLE if isinstance(error, OverloadedError) else codes.INTERNAL
+        return "NOT_FOUND"
+    return "UNAVAILABLE" if isinstance(error, OverloadedError) else "INTERNAL"
+
+
+def _triton_error(error: Exception, prefix: str = "") -> Any:
+    codes = pb_utils.TritonError
+    status = _status(error)
+    code = codes.INVALID_ARG if status == "INVALID_ARGUMENT" else getattr(codes, status)
+    return codes(prefix + _message(error), code)
 
 
 def _output(name: str, value: Any) -> Any:
