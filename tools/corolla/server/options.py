@@ -71,7 +71,6 @@ class ServerOptions:
         ours = [
             f"--backend-directory={backend_directory}",
             f"--exit-timeout-secs={EXIT_TIMEOUT_SECONDS}",
-            "--grpc-http2-max-ping-strikes=0",  # other servers ask often whether this one is alive
         ]
         for service, port in ports.items():
             ours += [f"--{service}-address={self.host}", f"--{service}-port={port}"]
