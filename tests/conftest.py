@@ -2,8 +2,10 @@
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -139,3 +141,35 @@ def wire(request: pytest.FixtureRequest, remote: Remote) -> Wire:
     """Both protocols in turn."""
     chosen: Wire = getattr(remote, request.param)
     return chosen
+
+
+@dataclass(frozen=True)
+class PartServers:
+    """Two running servers of one checkpoint, the first of the blocks 0:3, the second of 2:5, and a whole one here."""
+
+    first: RunningServer
+    second: RunningServer
+    whole: LocalServer
+
+    @property
+    def both(self) -> tuple[RunningServer, RunningServer]:
+        return self.first, self.second
+
+
+@pytest.fixture(scope="session")
+def part_servers(tmp_path_factory: pytest.TempPathFactory, suite_cache: Path) -> Iterator[PartServers]:
+    """Float32 and the eager decoder; steps of more than 16 positions are long."""
+    folder = tmp_path_factory.mktemp("parts")
+    SERVED.write(folder / "checkpoint")
+    options = {"attn_cache_tokens": 4096, "max_short_tokens": 16}
+    whole = LocalServer(make_plan(folder / "checkpoint", SERVED.ranges, **options), folder / "whole", suite_cache)
+    for name, blocks in (("first", range(0, 3)), ("second", range(2, 5))):
+        plan = make_plan(folder / "checkpoint", [blocks], blocks=blocks, ends=False, span=True, **options)
+        write_repository(plan, folder / name)
+    start = partial(RunningServer, env={"COROLLA_CACHE": str(suite_cache)})
+    with ThreadPoolExecutor(2) as pool, ExitStack() as stack:
+        starting = [pool.submit(start, folder / name) for name in ("first", "second")]
+        servers = [stack.enter_context(server.result()) for server in starting]
+        yield PartServers(servers[0], servers[1], whole)
+        for stopping in [pool.submit(server.stop) for server in servers]:
+            assert stopping.result() == 0

@@ -1,7 +1,7 @@
 """All models of a server inside the test's process, opened from a repository as their backends open them."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -21,6 +21,8 @@ from corolla.repository.writer import write_repository
 from corolla.serving.blocks import BlocksRequest, BlocksService
 from corolla.serving.hosted_blocks import HostedBlocks
 from corolla.serving.hosting import Host
+from corolla.serving.span import SpanService
+from corolla.serving.span_push import Connection
 
 
 def make_plan(checkpoint: Source, ranges: Sequence[range], dtype: str = "float32", **options: Any) -> RepositoryPlan:
@@ -88,6 +90,13 @@ class LocalServer:
             run_ranges=self._prefill,
             limits=EngineLimits(self._plan.short_tokens, self._plan.batch_channel_capacity),
         )
+
+    def span(self, connect: Callable[[str], Connection]) -> SpanService:
+        """A span model of this server, to be stopped by the caller."""
+        return SpanService(self._chain, self.table, self._run_long, self._plan.short_tokens, connect)
+
+    def _run_long(self, hidden_states: torch.Tensor, session_id: str, start: int) -> torch.Tensor:
+        return self.run_ranges(hidden_states, [session_id], [start])
 
     def _prefill(self, hidden_states: torch.Tensor, session_id: str, start: int) -> None:
         self.run_ranges(hidden_states, [session_id], [start])

@@ -1,11 +1,14 @@
 """Registries for tests, of every engine: they can be killed, brought back, and made to forget."""
 
-from contextlib import suppress
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import apsw
 
 from corolla.peers.record import PeerRecord, PeerState, Throughput
+from corolla.peers.registry import PeerRegistry, RegistryAwayError
 
 
 def record(peer_id: str, **changes: object) -> PeerRecord:
@@ -29,6 +32,29 @@ def record(peer_id: str, **changes: object) -> PeerRecord:
         "version": "0.1.0",
     }
     return PeerRecord(**fields | changes)  # type: ignore[arg-type]
+
+
+@contextmanager
+def kept_alive(registry: PeerRegistry, ttl: float) -> Iterator[None]:
+    """As an announcer does."""
+    stopping = threading.Event()
+
+    def keep() -> None:
+        pause = ttl / 3
+        while not stopping.wait(pause):
+            try:
+                registry.keep_alive()
+                pause = ttl / 3
+            except RegistryAwayError:
+                pause = 0.1
+
+    thread = threading.Thread(target=keep)
+    thread.start()
+    try:
+        yield
+    finally:
+        stopping.set()
+        thread.join()
 
 
 class SqliteFile:

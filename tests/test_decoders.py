@@ -17,6 +17,7 @@ from corolla.model.batch_sizes import default_batch_sizes, parse_batch_sizes, pr
 from corolla.model.decoders import EagerChain
 from corolla.model.graphs import GraphedChain
 from corolla.serving.blocks import BlocksRequest
+from local_server import run
 
 ABSOLUTE = 1e-4
 SIZES = (4, 1)
@@ -51,6 +52,26 @@ def step_all(served: Served, prompts: list[list[int]], chunks: list[int]) -> tup
     for session_id in ids:
         server.table.close(session_id)
     return server.head(torch.cat(outputs, dim=1)), served.reference.logits(input_ids)
+
+
+def test_parts_of_the_blocks_after_each_other_equal_all_of_them(compiled: Served) -> None:
+    """Single rows and a prompt, on the programs of all blocks; their rows are counted together."""
+    server = compiled.server
+    count = len(server.chain.blocks.blocks)
+    parts = [server.chain.part(range(0, 1)), server.chain.part(range(1, count))]
+    hidden_states = server.embedding(torch.tensor([random_prompt(12, seed=5)]))
+    whole, in_parts = server.open(12), server.open(12)
+    assert server.chain.decoders is not None
+    before = server.chain.decoders.rows.total()
+    for start, stop in ((0, 1), (1, 2), (2, 5), (5, 12)):
+        expected = server.run_chain(hidden_states[:, start:stop], [whole], [start])
+        output = hidden_states[:, start:stop]
+        for part in parts:
+            output = run(part, output, [in_parts], [start])
+        assert torch.equal(output, expected)
+    assert server.chain.decoders.rows.total() == before + 3 * (1 + 1 + 3)  # 7 positions run on the program for any
+    for session_id in (whole, in_parts):
+        server.table.close(session_id)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 7, 9])

@@ -147,7 +147,10 @@ class TestModel:
         write_repository(replace(plan, checkpoint=Path("../checkpoint")), tmp_path / "repository")
         return tmp_path / "repository"
 
-    def test_the_plan_of_a_repository_is_what_it_was_written_by(self, repository: Path) -> None:
+    def test_the_plan_of_a_repository_is_what_it_was_written_by(self, grouped: Served, repository: Path) -> None:
+        assert find_changes(repository_files(written_plan(repository)), repository).changes == []
+        part = make_plan(grouped.checkpoint, [range(1, 3)], blocks=range(1, 3), ends=False, span=True)
+        write_repository(part, repository, force=True)
         assert find_changes(repository_files(written_plan(repository)), repository).changes == []
 
     def test_checkpoint_and_repository_that_can_be_served(self, grouped: Served, repository: Path) -> None:

@@ -4,11 +4,13 @@ Tolerances: float32 sums in another order differ by less than 1e-4 here; bfloat1
 from float32 sums, differ from PyTorch's by at most one step of bfloat16 (2^-7 of the value).
 """
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -29,7 +31,8 @@ TOLERANCE = {torch.float32: {"rtol": 0, "atol": 1e-4}, torch.bfloat16: {"rtol": 
 
 @pytest.fixture(scope="module", autouse=True)
 def _kernels(suite_cache: Path) -> None:
-    build.load_library(build.build(DiskCache(suite_cache, None)))
+    with mock.patch.dict(os.environ, COROLLA_CACHE=str(suite_cache)):
+        build.load_kernels()
 
 
 def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:

@@ -7,13 +7,21 @@ from contextlib import closing
 import pytest
 
 from corolla.errors import InvalidValueError
+from corolla.peers import dht
 from corolla.peers.record import PeerState
 from corolla.peers.registry import PeerIdTakenError, PeerRegistry, RegistryAwayError, open_registry, watch
-from registries import SqliteFile, record
+from dht_table import DhtTable
+from etcd_cluster import EtcdCluster
+from registries import SqliteFile, kept_alive, record
 from waiting import wait_until
 
-ENGINES = {"sqlite": SqliteFile}
-Engine = SqliteFile
+ENGINES = {"sqlite": SqliteFile, "etcd": EtcdCluster, "dht": DhtTable}
+Engine = SqliteFile | EtcdCluster | DhtTable
+
+
+@pytest.fixture(autouse=True)
+def _short_polls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dht, "POLL_SECONDS", 0.2)
 
 
 @pytest.fixture(scope="module", params=ENGINES)
@@ -63,16 +71,16 @@ def test_lists_what_was_put(open_one: Opener, model: str) -> None:
 
 
 def test_later_record_takes_the_place_of_the_earlier(open_one: Opener, model: str) -> None:
-    registry = open_one()
+    registry, reader = open_one(), open_one()
     for state in (PeerState.JOINING, PeerState.ONLINE, PeerState.OFFLINE):
         registry.put(record("a", model=model, state=state))
-        assert [found.state for found in open_one().list(model)] == [state]
+        assert [found.state for found in reader.list(model)] == [state]
 
 
-def test_watch_tells_every_real_change_and_no_other(open_one: Opener, model: str) -> None:
+def test_watch_tells_every_real_change_and_no_other(engine: Engine, open_one: Opener, model: str) -> None:
     first, second = open_one(), open_one()
     seen: list[object] = []
-    with closing(watch(open_one(), model, seen.append)):
+    with closing(watch(open_one(), model, seen.append)), kept_alive(first, engine.ttl):
         wait_until(lambda: seen == [[]])
         first.put(a := record("a", model=model))
         wait_until(lambda: seen[1:] == [[a]])
@@ -121,12 +129,9 @@ def test_signs_of_life_bring_back_what_the_registry_lost(engine: Engine, open_on
     registry.put(record("a", model=f"{model}/2"))
     engine.forget()
     wait_until(lambda: reader.list(model) == [])
-    registry.keep_alive()
+    wait_until(lambda: _succeeds(registry.keep_alive))
     assert reader.list(model) == [record("a", model=model)]
     assert reader.list(f"{model}/2") == [record("a", model=f"{model}/2")]
-    engine.forget()
-    registry.put(record("a", model=model))
-    assert reader.list(model) == [record("a", model=model)]
 
 
 def test_absence_is_an_error_and_the_watch_goes_on_after_it(engine: Engine, open_one: Opener, model: str) -> None:
@@ -162,6 +167,16 @@ def _succeeds(call: object) -> bool:
         ("http://host", "registry: 'http://host'"),
         ("sqlite://relative/path", "registry: 'sqlite://relative/path'"),
         ("sqlite:///path?ca=1", "option ca: '1' .*none with sqlite"),
+        ("etcd://", "host:port"),
+        ("etcd://host:1,host", "host:port"),
+        ("etcd://host:1/path", "host:port"),
+        ("etcd://host:1?ca=a&color=red", "option color: 'red' .*ca, cert, key"),
+        ("etcd://host:1?ca=", "option ca: ''"),
+        ("etcd://host:1?ca", "name=value"),
+        ("etcd://host:1?cert=a", "cert and key"),
+        ("dht://", "initial peers"),
+        ("dht:///ip4/127.0.0.1/tcp/1", "initial peers"),
+        ("dht:///ip4/127.0.0.1/tcp/1/p2p/Qm?listen=0", "option listen: '0' .*tcp/0"),
     ],
 )
 def test_url_that_is_none(url: str, wrong: str) -> None:

@@ -167,10 +167,11 @@ def test_init_writes_half_of_the_model_per_range_unless_told(grouped: Served, tm
     ("arguments", "blocks_models", "others"),
     [
         (["--blocks", "1:4"], {"blocks_01_03", "blocks_03_04"}, {"ranges", "chain", "sessions"}),
+        (["--blocks", "3:4", "--span"], {"blocks_03_04"}, {"ranges", "chain", "span", "sessions"}),
         (
             ["--blocks", "0:2", "--ends", "--registry", "sqlite:///peers.db"],
             {"blocks_00_01", "blocks_01_02"},
-            {"ranges", "chain", "sessions", "embed", "head", "generate"},
+            {"ranges", "chain", "span", "sessions", "embed", "head", "generate"},
         ),
         (
             ["--blocks", "none", "--ends", "--registry", "sqlite:///peers.db"],
@@ -178,18 +179,18 @@ def test_init_writes_half_of_the_model_per_range_unless_told(grouped: Served, tm
             {"sessions", "embed", "head", "generate"},
         ),
     ],
-    ids=["part", "part with ends", "ends alone"],
+    ids=["part", "part for others", "part with ends", "ends alone"],
 )
 def test_init_for_a_part_of_the_model_leaves_out_what_it_cannot_serve(
     grouped: Served, tmp_path: Path, arguments: list[str], blocks_models: set[str], others: set[str]
 ) -> None:
     assert init(grouped.checkpoint, "--out", tmp_path, *arguments, "--model-name", "tiny").exception is None
-    assert set(read_models(tmp_path)) - {"span"} == blocks_models | others
-    start, stop = {"1:4": (1, 4), "0:2": (0, 2), "none": (0, 0)}[arguments[1]]
+    assert set(read_models(tmp_path)) == blocks_models | others
+    start, stop = {"1:4": (1, 4), "3:4": (3, 4), "0:2": (0, 2), "none": (0, 0)}[arguments[1]]
     for name in others - {"ranges", "sessions", "embed", "head"}:
         model = served_model(tmp_path, name)
         assert list(model.blocks) == list(range(start, stop))
-        assert (model.registry, model.model_id) == (arguments[4] if len(arguments) > 3 else "", "tiny")
+        assert (model.registry, model.model_id) == ("sqlite:///peers.db" if "--registry" in arguments else "", "tiny")
 
 
 @pytest.mark.parametrize(

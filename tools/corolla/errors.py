@@ -5,7 +5,11 @@ class CorollaError(Exception):
     """Base of all errors that are meant for a user; shown without a traceback."""
 
 
-class InvalidValueError(CorollaError):
+class InvalidRequestError(CorollaError):
+    """A request can never be served as it is."""
+
+
+class InvalidValueError(InvalidRequestError):
     """A field of a request, a flag or a file holds a value that is not allowed."""
 
     def __init__(self, field: str, value: object, allowed: str) -> None:

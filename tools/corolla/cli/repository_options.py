@@ -30,8 +30,9 @@ _OPTIONS = (
         is_flag=True,
         help="Embedding, head and `generate` on a server without all blocks; one with all of them has them anyway.",
     ),
+    click.option("--span", is_flag=True, help="Let others run this server's blocks; with --registry they always can."),
     click.option("--registry", default="", help="URL of the registry in which servers of one model find each other."),
-    click.option("--model-name", default="", help="The model's name in the registry, the same on all its servers."),
+    click.option("--model-name", default="", help="Name in the registry. [default: org/name, or that of the folder]"),
     click.option("--range-size", type=int, help="Blocks per range. [default: half of the blocks]"),
     click.option("--ranges", help="The ranges themselves, such as 0:4,4:8."),
     click.option(

@@ -66,6 +66,10 @@ class SessionSteps:
         self._known: dict[str, Session] = {}
         self.process_number = secrets.randbits(62)
 
+    def part(self, blocks: range) -> "SessionSteps":
+        """The same for some of the blocks."""
+        return SessionSteps(self._table, blocks, self._generation)
+
     @contextmanager
     def running(self, rows: Sequence[Row], new_tokens: int, sources: list[int] | None = None) -> Iterator[StepRows]:
         """Checks the rows, pins their sessions for the length of the block and records the new lengths at its end.

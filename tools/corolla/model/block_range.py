@@ -1,6 +1,7 @@
 """A block range: consecutive decoder blocks over mapped weights."""
 
 from collections.abc import Callable
+from copy import copy
 from typing import Protocol
 
 import torch
@@ -71,6 +72,14 @@ class BlockRange:
             load_module(lambda i=index: build(i), parts.load(block_part(index)), block_part(index))  # type: ignore[misc]
             for index in blocks
         ]
+
+    def part(self, blocks: range) -> "BlockRange":
+        """Some of its blocks, on the same weights."""
+        part = copy(self)
+        part.blocks = blocks
+        own = slice(blocks.start - self.blocks.start, blocks.stop - self.blocks.start)
+        part.layers, part.adapted_layers = self.layers[own], self.adapted_layers[own]
+        return part
 
     @torch.inference_mode()
     def forward(self, hidden_states: torch.Tensor, adapters: RowAdapters = ()) -> torch.Tensor:

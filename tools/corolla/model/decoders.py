@@ -2,8 +2,9 @@
 
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from copy import copy
 from typing import Protocol
 
 import torch
@@ -62,7 +63,9 @@ class Decoders:
         adapted_step: AdaptedStep,
         blocks: BlockRange,
         sizes: Sequence[int],
+        make_part: "Callable[[BlockRange], Decoders]",
     ) -> None:
+        """`make_part` gives the decoders of a part of `blocks`."""
         self.sizes = tuple(sizes)
         self.rows: Counter[int] = Counter()
         self.padding: Counter[int] = Counter()
@@ -70,6 +73,13 @@ class Decoders:
         self._prompts = prompts
         self._adapted_step = adapted_step
         self._rotary = blocks.rotary
+        self._make_part = make_part
+
+    def part(self, blocks: BlockRange) -> "Decoders":
+        """Those of a part of the blocks, on the same programs; rows are counted together."""
+        part = self._make_part(blocks)
+        part.rows, part.padding = self.rows, self.padding
+        return part
 
     @torch.inference_mode()
     def step(self, hidden_states: torch.Tensor, rows: PagedRows) -> torch.Tensor:
@@ -124,6 +134,8 @@ class CompiledChain:
     def __init__(self, parts: PreparedParts, blocks: BlockRange, arena: KVArena, sizes: Sequence[int]) -> None:
         """Compiles what the disk cache does not hold yet, one size per processor at a time, some 10 s each."""
         programs = BlockPrograms(parts, arena.layout.page_size)
+        self._blocks = blocks.blocks
+        self._own = slice(None)
         self._caches = [paged_block(arena, index) for index in blocks.blocks]
         self._weights = [list(layer.parameters()) for layer in blocks.layers]
         self._tables = AdapterTables(blocks.adapted_layers)
@@ -143,11 +155,21 @@ class CompiledChain:
 
         self._adapted_programs = Later(adapted_programs, "rows with adapters run without a compiled decoder")
 
+    def part(self, blocks: BlockRange) -> "CompiledChain":
+        """Some of the blocks, with the programs that are there."""
+        part = copy(self)
+        own = slice(blocks.blocks.start - self._blocks.start, blocks.blocks.stop - self._blocks.start)
+        part._own = own
+        part._caches, part._weights = self._caches[own], self._weights[own]
+        part._tables = AdapterTables(blocks.adapted_layers)
+        part._eager = self._eager.part(own)
+        return part
+
     def __call__(
         self, hidden_states: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, rows: PagedRows
     ) -> torch.Tensor:
         """See ChainStep."""
-        programs = self._programs.get(len(hidden_states), self._programs[ANY])
+        programs = self._programs.get(len(hidden_states), self._programs[ANY])[self._own]
         return self._run(programs, self._weights, hidden_states, cosines, sines, rows)
 
     def step_adapted(
@@ -164,7 +186,7 @@ class CompiledChain:
             return self._eager.step_adapted(hidden_states, cosines, sines, rows, adapters)
         tables = self._tables.of_rows(adapters)
         weights = [[*own, table] for own, table in zip(self._weights, tables, strict=True)]
-        return self._run(programs, weights, hidden_states, cosines, sines, rows)
+        return self._run(programs[self._own], weights, hidden_states, cosines, sines, rows)
 
     def _run(
         self,
@@ -193,6 +215,12 @@ class EagerChain:
     def __init__(self, blocks: BlockRange, arena: KVArena) -> None:
         self._layers = blocks.layers
         self._caches = [paged_block(arena, index) for index in blocks.blocks]
+
+    def part(self, own: slice) -> "EagerChain":
+        """Some of the blocks."""
+        part = copy(self)
+        part._layers, part._caches = self._layers[own], self._caches[own]
+        return part
 
     def __call__(
         self, hidden_states: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, rows: PagedRows
@@ -235,9 +263,22 @@ def open_decoders(
         compiled = CompiledChain(parts, blocks, arena, sizes)
         if adapters:
             compiled.compile_adapted()
-        return Decoders(compiled, compiled, compiled.step_adapted, blocks, sizes)
+        return _compiled_decoders(compiled, blocks, sizes)
+    return _graphed_decoders(blocks, arena, sizes)
+
+
+def _compiled_decoders(chain: CompiledChain, blocks: BlockRange, sizes: Sequence[int]) -> Decoders:
+    def part(own: BlockRange) -> Decoders:
+        return _compiled_decoders(chain.part(own), own, sizes)
+
+    return Decoders(chain, chain, chain.step_adapted, blocks, sizes, part)
+
+
+def _graphed_decoders(blocks: BlockRange, arena: KVArena, sizes: Sequence[int]) -> Decoders:
     eager = EagerChain(blocks, arena)
-    return Decoders(GraphedChain(eager), eager, eager.step_adapted, blocks, sizes)
+    return Decoders(
+        GraphedChain(eager), eager, eager.step_adapted, blocks, sizes, lambda own: _graphed_decoders(own, arena, sizes)
+    )
 
 
 def paged_block(arena: KVArena, block: int) -> PagedBlock:

@@ -7,7 +7,7 @@ from urllib.parse import parse_qsl, urlsplit
 from corolla.errors import InvalidValueError
 
 SQLITE, ETCD, DHT = "sqlite", "etcd", "dht"
-OPTIONS = {SQLITE: (), ETCD: ("ca", "cert", "key"), DHT: ("listen", "announce", "identity")}
+OPTIONS = {SQLITE: (), ETCD: ("ca", "cert", "key"), DHT: ("listen",)}
 """The options of each engine, given as ?name=value&name=value."""
 FORMS = "sqlite:///path/of/a/file, etcd://host:port,host:port or dht:///ip4/.../p2p/..., as docs/registry.md says"
 

@@ -39,7 +39,8 @@ class PeerRecord:
     `address` is host:port of its gRPC endpoint as others reach it. `model` names the model and `revision` its weights:
     only servers where both are equal hold blocks of the same model. It hosts the blocks [start, end). `generates` tells
     that it has the ends of the model, so that text can be sent to it. `free_tokens` of its KV cache are a hint;
-    replies of the server say what is true. `round_trips` are seconds to other servers by their `peer_id`.
+    replies of the server say what is true. `round_trips` are seconds to other servers by their `peer_id`. A `movable`
+    one takes other blocks when the swarm is short of them.
     """
 
     peer_id: str
@@ -58,6 +59,7 @@ class PeerRecord:
     adapters: tuple[str, ...] = ()
     round_trips: Mapping[str, float] = field(default_factory=dict)
     version: str = ""
+    movable: bool = False
 
     @property
     def blocks(self) -> range:

@@ -4,8 +4,8 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
-from corolla.errors import CorollaError, InvalidValueError
-from corolla.peers.location import SQLITE, RegistryLocation
+from corolla.errors import CorollaError
+from corolla.peers.location import DHT, ETCD, RegistryLocation
 from corolla.peers.record import PeerRecord, PeerRecordError, Peers
 from corolla.peers.watch import Closing, Watch
 
@@ -83,8 +83,14 @@ def watch(
 def open_registry(url: str, ttl: float = DEFAULT_TTL) -> PeerRegistry:
     """The registry at a URL; InvalidValueError for one that is none, EnvironmentProblemError without its engine."""
     location = RegistryLocation.parse(url)
-    if location.engine != SQLITE:
-        raise InvalidValueError("registry", url, "sqlite:// for now")
+    if location.engine == ETCD:
+        from corolla.peers.etcd import EtcdRegistry
+
+        return EtcdRegistry(location, ttl)
+    if location.engine == DHT:
+        from corolla.peers.dht import DhtRegistry
+
+        return DhtRegistry(location, ttl)
     from corolla.peers.sqlite import SqliteRegistry
 
     return SqliteRegistry(location, ttl)

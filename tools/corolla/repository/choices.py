@@ -7,6 +7,7 @@ from pathlib import Path
 from transformers import PretrainedConfig
 
 from corolla.checkpoint.folder import CheckpointFolder
+from corolla.checkpoint.identity import ModelIdentity
 from corolla.checkpoint.lora import AdapterFolder
 from corolla.checkpoint.resolution import resolve_dtype, resolve_quant
 from corolla.checkpoint.source import Source, find_source, open_checkpoint
@@ -30,6 +31,7 @@ class Choices:
     no_weights: bool = False
     blocks: str | None = None
     ends: bool = False
+    span: bool = False
     registry: str = ""
     model_name: str = ""
     range_size: int | None = None
@@ -59,6 +61,8 @@ def plan_repository(checkpoint: str, out: Path, choices: Choices) -> tuple[Repos
     source = find_source(checkpoint, choices.revision, choices.token)
     opened = open_checkpoint(source)
     config = opened.config
+    with_others = choices.registry or choices.model_name or choices.blocks is not None
+    identity = ModelIdentity.of(source, choices.model_name) if with_others else ModelIdentity("", "")
     hosted = _hosted(choices.blocks, config.num_hidden_layers)
     sizes, shards = choices.decoder_batch_sizes, choices.tensor_parallel
     plan = RepositoryPlan(
@@ -68,8 +72,10 @@ def plan_repository(checkpoint: str, out: Path, choices: Choices) -> tuple[Repos
         ranges=_ranges(choices.range_size, choices.ranges, hosted),
         blocks=hosted,
         ends=choices.ends or hosted == range(config.num_hidden_layers),
+        span=choices.span,
         registry=choices.registry,
-        model_id=choices.model_name,
+        model_id=identity.name,
+        revision=identity.revision,
         device=choices.device,
         max_batch_size=choices.max_batch_size,
         decoder=choices.decoder or (COMPILED if shards == 1 else EAGER),

@@ -10,6 +10,7 @@ from tritonclient.grpc.model_config_pb2 import (
     TYPE_INT32,
     TYPE_INT64,
     TYPE_STRING,
+    TYPE_UINT8,
     TYPE_UINT64,
     ModelConfig,
     ModelEnsembling,
@@ -31,6 +32,7 @@ def all_models(plan: RepositoryPlan) -> list[ModelConfig]:
     models = [_blocks(plan, blocks_name(blocks), blocks) for blocks in plan.ranges]
     if plan.hosted:
         models += [_ranges(plan), _blocks(plan, "chain", plan.hosted)]
+        models += [_span(plan)] if plan.span or plan.registry else []
     models.append(_sessions(plan))
     if plan.ends:
         models = [_embed(plan), *models, _head(plan), _generate(plan)]
@@ -90,6 +92,37 @@ def _pipeline(plan: RepositoryPlan) -> ModelConfig:
             _step("embed", {"input_ids": "input_ids"}, {"hidden_states": "embedded"}),
             *_range_steps(plan, "embedded", "last_hidden_states", with_session=False),
             _step("head", {"hidden_states": "last_hidden_states"}, {"logits": "logits"}),
+        ]
+    )
+    return model
+
+
+def _span(plan: RepositoryPlan) -> ModelConfig:
+    model = _backend_model(plan, "span", "corolla_span", max_batch_size=0)
+    model.parameters["blocks"].CopyFrom(_parameter(f"{plan.hosted.start}:{plan.hosted.stop}"))
+    model.model_transaction_policy.decoupled = True
+    model.input.extend(
+        [
+            ModelInput(name="session_id", data_type=TYPE_STRING, dims=[-1]),
+            ModelInput(name="start_position", data_type=TYPE_INT32, dims=[-1]),
+            ModelInput(name="step_id", data_type=TYPE_STRING, dims=[1]),
+            _optional("hidden_states", TYPE_UINT8, -1),
+            _optional("encoding", TYPE_STRING),
+            _optional("shape", TYPE_INT32, 3),
+            _optional("blocks", TYPE_INT32, 2),
+            _optional("next", TYPE_STRING),
+            _optional("timeout", TYPE_FP32),
+        ]
+    )
+    model.output.extend(
+        [
+            ModelOutput(name="hidden_states", data_type=TYPE_UINT8, dims=[-1]),
+            ModelOutput(name="encoding", data_type=TYPE_STRING, dims=[1]),
+            ModelOutput(name="shape", data_type=TYPE_INT32, dims=[3]),
+            ModelOutput(name="pushed", data_type=TYPE_BOOL, dims=[1]),
+            ModelOutput(name="free_tokens", data_type=TYPE_INT64, dims=[1]),
+            ModelOutput(name="seconds", data_type=TYPE_FP32, dims=[1]),
+            ModelOutput(name="duplicate", data_type=TYPE_BOOL, dims=[1]),
         ]
     )
     return model

@@ -35,7 +35,7 @@ class RepositoryPlan:
 
     `blocks` are those that the server hosts, None for all; `ranges` follow each other through them. With `ends` it has
     embedding and head, and generates text. `registry` is where servers of the same model, `model_id` and `revision`,
-    find each other; empty for a server by itself.
+    find each other; empty for a server by itself. Others can run its blocks with a `registry` or with `span`.
     """
 
     checkpoint: Source
@@ -57,6 +57,7 @@ class RepositoryPlan:
     adapters: Mapping[str, Source] = field(default_factory=dict)
     blocks: range | None = None
     ends: bool = True
+    span: bool = False
     registry: str = ""
     model_id: str = ""
     revision: str = ""

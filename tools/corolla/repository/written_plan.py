@@ -58,6 +58,7 @@ def _plan(repository: Path, models: dict[str, ModelConfig]) -> RepositoryPlan:
         adapters={name: _as_written(source) for name, source in json.loads(values["adapters"]).items()},
         blocks=range(ranges[0].start, ranges[-1].stop) if ranges else range(0),
         ends="embed" in models,
+        span="span" in models,
         registry=values["registry"],
         model_id=values["model_id"],
         revision=values["revision"],

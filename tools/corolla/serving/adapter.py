@@ -9,7 +9,14 @@ import numpy as np
 import torch
 import triton_python_backend_utils as pb_utils
 
-from corolla.errors import AdapterError, CorollaError, InvalidValueError, NotFoundError, OverloadedError
+from corolla.errors import (
+    AdapterError,
+    CorollaError,
+    InvalidRequestError,
+    InvalidValueError,
+    NotFoundError,
+    OverloadedError,
+)
 
 REPLACEMENT_TIMEOUT = 30.0
 REPLACEMENT_POLL = 0.1
@@ -56,6 +63,17 @@ def scalar(request: Any, name: str) -> Any | None:
     return values[0].item()
 
 
+def wants(request: Any, name: str) -> bool:
+    """Whether an output was asked for."""
+    return name in request.requested_output_names()
+
+
+def array(request: Any, name: str) -> Any | None:
+    """An input as a numpy array on the same memory, valid while the request is; None if absent."""
+    found = pb_utils.get_input_tensor_by_name(request, name)
+    return None if found is None else found.as_numpy()
+
+
 def response(**outputs: Any) -> Any:
     """A response of torch tensors and numpy arrays by output name."""
     return pb_utils.InferenceResponse([_output(name, value) for name, value in outputs.items()])
@@ -63,8 +81,12 @@ def response(**outputs: Any) -> Any:
 
 def error_response(error: Exception) -> Any:
     """A response that carries an error; what is no CorollaError is named by its type as well."""
-    message = str(error) if isinstance(error, CorollaError) else f"internal error: {type(error).__name__}: {error}"
-    return pb_utils.InferenceResponse([], pb_utils.TritonError(message, _error_code(error)))
+    return pb_utils.InferenceResponse([], _triton_error(error))
+
+
+def span_error_response(error: Exception) -> Any:
+    """Like `error_response`, with the status in front: Triton's streams carry errors without it."""
+    return pb_utils.InferenceResponse([], _triton_error(error, prefix=f"{_status(error)}: "))
 
 
 def answered(make: Callable[[], Any]) -> Any:
@@ -90,13 +112,24 @@ class _Counter:
         self.metric.increment(value)
 
 
-def _error_code(error: Exception) -> Any:
-    codes = pb_utils.TritonError
-    if isinstance(error, InvalidValueError | AdapterError):
-        return codes.INVALID_ARG
+def _message(error: Exception) -> str:
+    return str(error) if isinstance(error, CorollaError) else f"internal error: {type(error).__name__}: {error}"
+
+
+def _status(error: Exception) -> str:
+    """As gRPC names it."""
+    if isinstance(error, InvalidRequestError | AdapterError):
+        return "INVALID_ARGUMENT"
     if isinstance(error, NotFoundError):
-        return codes.NOT_FOUND
-    return codes.UNAVAILABLE if isinstance(error, OverloadedError) else codes.INTERNAL
+        return "NOT_FOUND"
+    return "UNAVAILABLE" if isinstance(error, OverloadedError) else "INTERNAL"
+
+
+def _triton_error(error: Exception, prefix: str = "") -> Any:
+    codes = pb_utils.TritonError
+    status = _status(error)
+    code = codes.INVALID_ARG if status == "INVALID_ARGUMENT" else getattr(codes, status)
+    return codes(prefix + _message(error), code)
 
 
 def _output(name: str, value: Any) -> Any:
@@ -105,11 +138,11 @@ def _output(name: str, value: Any) -> Any:
     return pb_utils.Tensor(name, value)
 
 
-def step_blocks(model: str, hidden_states: torch.Tensor, session_id: str, start_position: int) -> None:
-    """Steps one session through another model of this server, hidden states [1, T, H].
+def step_blocks(model: str, hidden_states: torch.Tensor, session_id: str, start_position: int) -> torch.Tensor:
+    """Steps one session through another model of this server, hidden states [1, T, H] to the same.
 
     A step can be repeated without harm, so while the model's process is being replaced it is tried again for
-    REPLACEMENT_TIMEOUT seconds. Raises CorollaError with the model's message.
+    REPLACEMENT_TIMEOUT seconds. Raises InvalidRequestError or CorollaError with the model's message.
     """
     request = pb_utils.InferenceRequest(
         model_name=model,
@@ -123,6 +156,10 @@ def step_blocks(model: str, hidden_states: torch.Tensor, session_id: str, start_
     deadline = time.monotonic() + REPLACEMENT_TIMEOUT
     while (answer := request.exec()).has_error():
         error = answer.error()
-        if error.code() == pb_utils.TritonError.INVALID_ARG or time.monotonic() > deadline:
+        if error.code() == pb_utils.TritonError.INVALID_ARG:
+            raise InvalidRequestError(error.message())
+        if time.monotonic() > deadline:
             raise CorollaError(error.message())
         time.sleep(REPLACEMENT_POLL)
+    output = pb_utils.get_output_tensor_by_name(answer, "output_hidden_states")
+    return torch.from_dlpack(output.to_dlpack()).clone()

@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -47,6 +47,12 @@ class BlocksService:
     reorderer: CacheReorderer
     adapters: ProcessAdapters
     decoders: Decoders | None = None
+
+    def part(self, blocks: range) -> "BlocksService":
+        """The service of some of its blocks, on the same weights, cache and programs."""
+        own = self.blocks.part(blocks)
+        decoders = self.decoders and self.decoders.part(own)
+        return replace(self, blocks=own, steps=self.steps.part(blocks), decoders=decoders)
 
     def run(self, requests: Sequence[BlocksRequest]) -> list[torch.Tensor | CorollaError]:
         """Output hidden states or an error per request.

@@ -18,7 +18,7 @@ from corolla.model.decoders import open_decoders
 from corolla.serving.blocks import BlocksService
 from corolla.serving.hosting import Host
 from corolla.serving.lora import ProcessAdapters
-from corolla.serving.metrics import DecoderMetrics, MakeCounter
+from corolla.serving.metrics import MakeCounter, Reports, report_decoders
 
 if TYPE_CHECKING:
     from corolla.serving.shards import ShardLeader
@@ -37,10 +37,10 @@ class HostedBlocks:
         if self._leader is not None:
             self._leader.wait_until_ready()
 
-    def count_rows(self, model: str, make_counter: MakeCounter) -> DecoderMetrics | None:
+    def count_rows(self, model: str, make_counter: MakeCounter) -> Reports | None:
         """Reports what the decoders do as metrics; None with the eager decoder."""
         decoders = self._service.decoders
-        return None if decoders is None else DecoderMetrics(model, decoders, make_counter)
+        return None if decoders is None else report_decoders(model, decoders, make_counter)
 
     @property
     def current(self) -> BlocksService:

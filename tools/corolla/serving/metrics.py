@@ -1,6 +1,6 @@
-"""What the decoders did, as metrics of Triton: rows and padding per compiled batch size."""
+"""What a model did, as metrics of Triton."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from threading import Event, Thread
 from typing import Protocol
 
@@ -8,7 +8,7 @@ from corolla.model.decoders import Decoders
 
 INTERVAL = 1.0
 """Seconds between two reports: an update costs some 20 microseconds, too much for every step."""
-FAMILIES = {
+DECODER_FAMILIES = {
     "corolla_decoder_rows_total": "Rows that ran on compiled decoders, by batch size",
     "corolla_decoder_padding_total": "Rows that were padded on compiled decoders, by batch size",
 }
@@ -22,19 +22,18 @@ class Counter(Protocol):
 
 MakeCounter = Callable[[str, str, dict[str, str]], Counter]
 """From a family's name, its description and labels."""
+Key = tuple[str, int]
+"""A family and, where it has one, a batch size."""
 
 
-class DecoderMetrics:
-    """Reports the counts of one model's decoders from a thread of its own until it is stopped."""
+class Reports:
+    """Reports counts from a thread of its own until it is stopped."""
 
-    def __init__(self, model: str, decoders: Decoders, make_counter: MakeCounter) -> None:
-        self._decoders = decoders
-        self._counters = {
-            (family, size): make_counter(family, text, {"model": model, "size": str(size)})
-            for family, text in FAMILIES.items()
-            for size in decoders.sizes
-        }
-        self._reported = dict.fromkeys(self._counters, 0)
+    def __init__(self, counters: Mapping[Key, Counter], read: Callable[[], Mapping[Key, int]]) -> None:
+        """`read` gives the counts so far."""
+        self._counters = counters
+        self._read = read
+        self._reported = dict.fromkeys(counters, 0)
         self._stopping = Event()
         self._thread = Thread(target=self._run, name="metrics", daemon=True)
         self._thread.start()
@@ -50,10 +49,22 @@ class DecoderMetrics:
         self._report()
 
     def _report(self) -> None:
-        counts = zip(FAMILIES, (self._decoders.rows, self._decoders.padding), strict=True)
-        for family, by_size in counts:
-            for size in self._decoders.sizes:
-                new = by_size[size] - self._reported[family, size]
-                if new > 0:
-                    self._counters[family, size].increment(new)
-                    self._reported[family, size] += new
+        for key, count in self._read().items():
+            if (new := count - self._reported[key]) > 0:
+                self._counters[key].increment(new)
+                self._reported[key] += new
+
+
+def report_decoders(model: str, decoders: Decoders, make_counter: MakeCounter) -> Reports:
+    """Rows and padding of one model's decoders, per compiled batch size."""
+    counters = {
+        (family, size): make_counter(family, text, {"model": model, "size": str(size)})
+        for family, text in DECODER_FAMILIES.items()
+        for size in decoders.sizes
+    }
+
+    def read() -> dict[Key, int]:
+        counts = zip(DECODER_FAMILIES, (decoders.rows, decoders.padding), strict=True)
+        return {(family, size): by_size[size] for family, by_size in counts for size in decoders.sizes}
+
+    return Reports(counters, read)
