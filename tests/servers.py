@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -16,6 +17,12 @@ from corolla.server.stubs import Stub
 
 START_SECONDS = 180.0
 STOP_SECONDS = 40.0
+
+
+def free_port() -> int:
+    """A port that nothing listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return int(taken.getsockname()[1])
 
 
 class RunningServer:

@@ -17,11 +17,7 @@ from corolla.reachability.address import Address
 from corolla.reachability.announced import announced_address
 from corolla.reachability.asking import HealthListener, ask_peers, listening, registered_peers
 from corolla.reachability.dialing import check_health, dial
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return int(taken.getsockname()[1])
+from servers import free_port
 
 
 @pytest.fixture

@@ -68,9 +68,10 @@ def test_the_same_inputs_change_nothing(repository: Path) -> None:
     [
         ["--range-size", "3", "--decoder", "eager", "--max-batch-size", "4", "--relative"],
         ["--blocks", "1:4", "--ends", "--registry", "sqlite:///my peers.db", "--model-name", "tiny", "--threads", "2"],
+        ["--model-name", "tiny", "--span"],
         ["--blocks", "none", "--ends", "--registry", "sqlite:///peers.db", "--decoder-batch-sizes", "8,2"],
     ],
-    ids=["all blocks", "some blocks", "no blocks"],
+    ids=["all blocks", "some blocks", "all blocks among others", "no blocks"],
 )
 def test_the_command_in_the_comments_writes_the_same_files(
     grouped: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str]

@@ -68,6 +68,13 @@ class CheckpointFolder:
         wanted = file_of and {file for name, file in file_of.items() if not name.startswith(without)}
         self._fetch(self._weights.files if wanted is None else sorted(wanted))
 
+    def check_weights(self) -> None:
+        """CheckpointError where a weight file is missing or damaged; of a model on the hub, none is fetched for it."""
+        if self._hub is None:
+            self.fetch()
+            for name in self._weights.files:
+                self._weights.format.names(self.path / name)
+
     def fingerprint(self) -> str:
         """Changes when the config or any weight file does; no weight file is opened for it.
 

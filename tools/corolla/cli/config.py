@@ -16,6 +16,7 @@ from corolla.errors import InvalidValueError
 
 SECRET = ("token",)
 """Keys whose values are not printed."""
+_DEFAULT = "default"
 _HIDDEN = "set, but not shown"
 
 
@@ -43,7 +44,7 @@ class Setting:
 def command(ctx: click.Context, as_json: bool, name: str, arguments: tuple[str, ...]) -> None:
     """Print the settings of COMMAND (serve), and where each of them comes from.
 
-    What it prints can be used as corolla.toml.
+    What it prints can be used as corolla.toml; defaults are comments there.
     """
     if name not in SHARING:
         raise InvalidValueError("COMMAND", name, ", ".join(SHARING))
@@ -84,7 +85,7 @@ def _source(ctx: click.Context, param: click.Parameter) -> str:
             assert file is not None
             return str(file.path)
         case _:
-            return "default"
+            return _DEFAULT
 
 
 def _plain(value: Any) -> Any:
@@ -94,7 +95,8 @@ def _plain(value: Any) -> Any:
 
 
 def _line(setting: Setting) -> str:
-    """A line of TOML; a comment where there is no value, for which TOML has no word."""
+    """A line of TOML; a comment for defaults, and where there is no value, for which TOML has no word."""
     if setting.value is None:
         return f"# {setting.key}: {'' if setting.source.endswith(_HIDDEN) else 'not set, '}{setting.source}"
-    return f"{f'{setting.key} = {json.dumps(setting.value, ensure_ascii=False)}':<40} # {setting.source}"
+    assignment = f"{setting.key} = {json.dumps(setting.value, ensure_ascii=False)}"
+    return f"{'# ' if setting.source == _DEFAULT else ''}{assignment:<40} # {setting.source}"

@@ -121,7 +121,7 @@ def write_chosen(plan: RepositoryPlan, checkpoint: CheckpointFolder, out: Path, 
         others = set(range(plan.config.num_hidden_layers)).difference(plan.hosted)
         checkpoint.fetch(without=block_prefixes(plan.config, others))
     changes = write_repository(plan, out, force=choices.force)
-    for change in changes.changes:
+    for change in changes.configs:
         click.echo(f"{'wrote' if change.after is not None else 'removed'} {out / change.file}")
     for file in changes.kept:
         click.echo(f"kept {out / file}, which was edited by hand; --force overwrites it")

@@ -15,6 +15,7 @@ from click.core import ParameterSource
 
 from corolla.checkpoint.source import may_be_checkpoint
 from corolla.cli.repository_options import repository_options, write_chosen
+from corolla.cli.server_options import server_options
 from corolla.errors import CorollaError, InvalidValueError
 from corolla.reachability.announced import Announced
 from corolla.repository.choices import Choices, plan_repository
@@ -24,7 +25,6 @@ from corolla.server.options import ServerOptions
 from corolla.server.supervisor import ReadyServer, Supervisor
 
 _LOG = logging.getLogger("corolla.server")
-_PORT = click.IntRange(0, 65535)
 
 _EXAMPLES = """
 Try it from another terminal:
@@ -57,10 +57,7 @@ Stop the server with Ctrl-C.
       corolla serve ./model_repository --log-verbose=1 --metrics-interval-ms=500""",
 )
 @click.argument("checkpoint", metavar="CHECKPOINT|REPO")
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0: all of them.")
-@click.option("--http-port", type=_PORT, default=8000, show_default=True, help="0: any free one.")
-@click.option("--grpc-port", type=_PORT, default=8001, show_default=True, help="0: any free one.")
-@click.option("--metrics-port", type=_PORT, default=8002, show_default=True, help="0: any free one.")
+@server_options
 @click.option(
     "--run-dir",
     "run_directory",
@@ -72,11 +69,6 @@ Stop the server with Ctrl-C.
 )
 @click.option("--log-file", type=click.Path(path_type=Path), help="File for the server's log. [default: stderr]")
 @click.option("--ready-file", type=click.Path(path_type=Path), help="File to hold the addresses while it serves.")
-@click.option(
-    "--announce-address",
-    metavar="HOST[:PORT]",
-    help="Where other servers reach its gRPC endpoint. [default: --host, or the address of the network interface]",
-)
 @click.option("--examples", is_flag=True, help="Print calls to try once it serves.")
 @click.option(
     "--out",

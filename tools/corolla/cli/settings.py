@@ -65,7 +65,8 @@ def configure(command: click.Command, names: Sequence[str]) -> click.Command:
             configure(inner, [*names, name])
     elif not any(isinstance(param, _ConfigOption) for param in command.params):
         for param in command.params:
-            param.envvar = variables(param, names)
+            given = [param.envvar] if isinstance(param.envvar, str) else param.envvar or ()
+            param.envvar = [*variables(param, names), *given]
         command.params.append(_ConfigOption(names))
     return command
 

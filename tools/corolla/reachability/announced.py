@@ -13,9 +13,10 @@ _LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 @dataclass(frozen=True)
 class Announced:
-    """The address, and a warning where others cannot reach it."""
+    """The address, the port that is listened on, and a warning where others cannot reach it."""
 
     address: Address
+    listening_port: int
     warning: str | None
 
 
@@ -38,7 +39,7 @@ def announced_address(wanted: str | None, host: str, grpc_port: int) -> Announce
             f"announcing {address}, which only servers on this machine can reach; for others, listen on an address of "
             "the network (--host 0.0.0.0) and, behind a NAT or a proxy, give --announce-address"
         )
-    return Announced(address, warning)
+    return Announced(address, grpc_port, warning)
 
 
 def _own_address(listening: str) -> str:

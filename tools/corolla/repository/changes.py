@@ -43,6 +43,11 @@ class Changes:
         """Those that would undo a person's work."""
         return [change for change in self.changes if change.edited]
 
+    @property
+    def configs(self) -> list[Change]:
+        """Those of models, whose version folders go without saying."""
+        return [change for change in self.changes if change.file.name == CONFIG]
+
     def diff(self) -> str:
         """As of `diff -ru`."""
         return "".join(change.diff() for change in self.changes)

@@ -9,9 +9,10 @@ from corolla.repository.plan import RepositoryPlan
 
 def init_command(plan: RepositoryPlan, width: int) -> list[str]:
     """`corolla init` with every choice spelled out, for the folder of the repository, in lines of some `width`."""
+    blocks = f"{plan.hosted.start}:{plan.hosted.stop}" if plan.hosted else "none"
     options: dict[str, object] = {
         "--out": ".",
-        "--blocks": f"{plan.hosted.start}:{plan.hosted.stop}" if plan.hosted else "none",
+        "--blocks": "" if plan.whole else blocks,
         "--ranges": ",".join(f"{blocks.start}:{blocks.stop}" for blocks in plan.ranges),
         "--dtype": plan.dtype.name,
         "--quant": plan.quant,
@@ -30,6 +31,7 @@ def init_command(plan: RepositoryPlan, width: int) -> list[str]:
     words += [f"{flag} {shlex.quote(str(value))}" for flag, value in options.items() if value != ""]
     words += [f"--adapters {shlex.quote(f'{name}={source}')}" for name, source in sorted(plan.adapters.items())]
     words += ["--ends"] if plan.ends and not plan.whole else []
+    words += ["--span"] if plan.span and not plan.registry else []
     if isinstance(plan.checkpoint, Path) and not plan.checkpoint.is_absolute():
         words.append("--relative")
     return _wrapped(words, width)

@@ -27,7 +27,7 @@ class Check:
     name: str
     ok: bool
     detail: str
-    remedy: str
+    remedy: str = ""
 
 
 def run_checks(min_shm_bytes: int = MIN_SHM_BYTES) -> list[Check]:
@@ -55,7 +55,7 @@ def require_checks(min_shm_bytes: int = MIN_SHM_BYTES) -> None:
 
 def describe(check: Check) -> str:
     """One line for a user."""
-    return f"{check.name}: {check.detail}" + ("" if check.ok else f"; {check.remedy}")
+    return f"{check.name}: {check.detail}" + (f"; {check.remedy}" if check.remedy and not check.ok else "")
 
 
 def check_platform() -> Check:

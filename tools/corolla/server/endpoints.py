@@ -76,14 +76,21 @@ def _pick_port(address: str, avoid: set[int]) -> int:
 
 
 def _require_free(service: str, address: str, port: int) -> None:
-    error = _bind_error(address, port)
-    if error is not None:
-        owner = _listener(port)
+    problem = port_problem(address, port)
+    if problem is not None:
         raise EnvironmentProblemError(
-            f"--{service}-port: port {port} on {address} cannot be used ({error.strerror or error}"
-            + (f", by {owner}" if owner else "")
-            + f"); stop what uses it, or pass another --{service}-port (0: any free one)"
+            f"--{service}-port: port {port} on {address} cannot be used ({problem}); stop what uses it, or pass "
+            f"another --{service}-port (0: any free one)"
         )
+
+
+def port_problem(address: str, port: int) -> str | None:
+    """Why a server cannot listen there; None if it can."""
+    error = _bind_error(address, port)
+    if error is None:
+        return None
+    owner = _listener(port)
+    return (error.strerror or str(error)) + (f", by {owner}" if owner else "")
 
 
 def _bind_error(address: str, port: int) -> OSError | None:
