@@ -19,6 +19,7 @@ COMMANDS = {
     "init": "Write a model repository that serves a checkpoint, local or on the Hugging Face hub.",
     "make-checkpoint": "Write a Llama checkpoint with seeded random weights, for benchmarks.",
     "pause": "Take a model of a running server out of service.",
+    "peers": "List the servers of a swarm, as they announce themselves.",
     "resume": "Bring a paused model back.",
     "serve": "Serve the models of a repository until interrupted.",
     "sessions": "Look at the KV cache of a running server; open and close sessions.",

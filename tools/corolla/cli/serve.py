@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import signal
 import sys
 from contextlib import ExitStack
@@ -10,10 +11,30 @@ from typing import TextIO
 
 import click
 
+from corolla.errors import InvalidValueError
+from corolla.peers.membership import DEFAULT_THROUGHPUT, MembershipOptions, membership
+from corolla.peers.record import Throughput
 from corolla.server.options import ServerOptions
 from corolla.server.supervisor import ReadyServer, Supervisor
 
 _PORT = click.IntRange(0, 65535)
+
+
+class ThroughputType(click.ParamType):
+    """Three numbers above 0, as in `Throughput`."""
+
+    name = "N,N,N"
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> Throughput:
+        """InvalidValueError for anything else."""
+        try:
+            inference, forward, network = map(float, value.split(","))
+            if not 0 < min(inference, forward, network) <= max(inference, forward, network) < math.inf:
+                raise ValueError
+        except ValueError as error:
+            raise InvalidValueError("--throughput", value, "three numbers above 0, such as 120,4000,8000") from error
+        return Throughput(inference, forward, network)
+
 
 _EXAMPLES = """
 Try it from another terminal:
@@ -60,6 +81,15 @@ Stop the server with Ctrl-C.
 )
 @click.option("--log-file", type=click.Path(path_type=Path), help="File for the server's log. [default: stderr]")
 @click.option("--ready-file", type=click.Path(path_type=Path), help="File to hold the addresses while it serves.")
+@click.option("--registry", default="", help="URL of the registry to join, in place of the one in the repository.")
+@click.option(
+    "--announce-address", default="", metavar="HOST:PORT", help="As others reach it. [default: where gRPC listens]"
+)
+@click.option(
+    "--throughput",
+    type=ThroughputType(),
+    help="Tokens/s of one block: single steps, long forwards, network. [default: as fast as others are by default]",
+)
 @click.option("--examples", is_flag=True, help="Print calls to try once it serves.")
 @click.argument("tritonserver_flags", nargs=-1, type=click.UNPROCESSED)
 def command(
@@ -72,6 +102,9 @@ def command(
     backends: Path | None,
     log_file: Path | None,
     ready_file: Path | None,
+    registry: str,
+    announce_address: str,
+    throughput: Throughput | None,
     examples: bool,
     tritonserver_flags: tuple[str, ...],
 ) -> None:
@@ -83,13 +116,17 @@ def command(
     options = ServerOptions(
         repository, host, http_port, grpc_port, metrics_port, tritonserver_flags, backends, run_directory
     )
+    member = MembershipOptions(registry, announce_address, throughput or DEFAULT_THROUGHPUT)
     with ExitStack() as stack:
         sink = stack.enter_context(log_file.open("a")) if log_file else sys.stderr
         _log_to({sys.stderr, sink})
         if ready_file:
             stack.callback(ready_file.unlink, missing_ok=True)
+        joined = stack.enter_context(membership(options, member))
 
         def announce(ready: ReadyServer) -> None:
+            if joined:
+                joined.ready(ready)
             click.echo(f"corolla: serving {repository} at {ready.endpoints}")
             if ready_file:
                 _write_ready_file(ready_file, ready)
@@ -99,7 +136,7 @@ def command(
                     programs = programs.relative_to(Path.cwd())
                 click.echo(_EXAMPLES.format(http=ready.endpoints.http, grpc=ready.endpoints.grpc, programs=programs))
 
-        supervisor = Supervisor(options, announce, sink)
+        supervisor = Supervisor(options, announce, sink, joined.down if joined else lambda stopping: None)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, lambda *_: supervisor.stop())
