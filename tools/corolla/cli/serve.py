@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import signal
 import sys
 import threading
@@ -17,6 +18,8 @@ from corolla.checkpoint.source import may_be_checkpoint
 from corolla.cli.repository_options import repository_options, write_chosen
 from corolla.cli.server_options import server_options
 from corolla.errors import CorollaError, InvalidValueError
+from corolla.peers.membership import DEFAULT_THROUGHPUT, MembershipOptions, membership
+from corolla.peers.record import Throughput
 from corolla.reachability.announced import Announced
 from corolla.repository.choices import Choices, plan_repository
 from corolla.repository.reading import is_repository, registry_of
@@ -25,6 +28,23 @@ from corolla.server.options import ServerOptions
 from corolla.server.supervisor import ReadyServer, Supervisor
 
 _LOG = logging.getLogger("corolla.server")
+
+
+class ThroughputType(click.ParamType):
+    """Three numbers above 0, as in `Throughput`."""
+
+    name = "N,N,N"
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> Throughput:
+        """InvalidValueError for anything else."""
+        try:
+            inference, forward, network = map(float, value.split(","))
+            if not 0 < min(inference, forward, network) <= max(inference, forward, network) < math.inf:
+                raise ValueError
+        except ValueError as error:
+            raise InvalidValueError("--throughput", value, "three numbers above 0, such as 120,4000,8000") from error
+        return Throughput(inference, forward, network)
+
 
 _EXAMPLES = """
 Try it from another terminal:
@@ -69,6 +89,11 @@ Stop the server with Ctrl-C.
 )
 @click.option("--log-file", type=click.Path(path_type=Path), help="File for the server's log. [default: stderr]")
 @click.option("--ready-file", type=click.Path(path_type=Path), help="File to hold the addresses while it serves.")
+@click.option(
+    "--throughput",
+    type=ThroughputType(),
+    help="Tokens/s of one block: single steps, long forwards, network. [default: as fast as others are by default]",
+)
 @click.option("--examples", is_flag=True, help="Print calls to try once it serves.")
 @click.option(
     "--out",
@@ -90,6 +115,7 @@ def command(
     log_file: Path | None,
     ready_file: Path | None,
     announce_address: str | None,
+    throughput: Throughput | None,
     examples: bool,
     out: Path | None,
     tritonserver_flags: tuple[str, ...],
@@ -104,7 +130,7 @@ def command(
     again. Any other flag goes to tritonserver as it is.
     """
     if is_repository(Path(checkpoint)):
-        _refuse_choices(ctx, checkpoint, ["out", *choices])
+        _refuse_choices(ctx, checkpoint, ["out", *choices.keys() - {"registry"}])
         repository = Path(checkpoint)
     else:
         repository = _write_repository(checkpoint, out, Choices(**choices))
@@ -119,14 +145,18 @@ def command(
         run_directory,
         announce_address=announce_address,
     )
-    registry = registry_of(repository)
+    registry = choices["registry"] or registry_of(repository)
+    member = MembershipOptions(registry, throughput or DEFAULT_THROUGHPUT)
     with ExitStack() as stack:
         sink = stack.enter_context(log_file.open("a")) if log_file else sys.stderr
         _log_to({sys.stderr, sink})
         if ready_file:
             stack.callback(ready_file.unlink, missing_ok=True)
+        joined = stack.enter_context(membership(options, member))
 
         def announce(ready: ReadyServer) -> None:
+            if joined:
+                joined.ready(ready)
             click.echo(f"corolla: serving {repository} at {ready.endpoints}")
             if registry and ready.endpoints.grpc:
                 announced = options.announced(ready.endpoints.grpc.port)
@@ -139,7 +169,7 @@ def command(
                     programs = programs.relative_to(Path.cwd())
                 click.echo(_EXAMPLES.format(http=ready.endpoints.http, grpc=ready.endpoints.grpc, programs=programs))
 
-        supervisor = Supervisor(options, announce, sink)
+        supervisor = Supervisor(options, announce, sink, joined.down if joined else lambda stopping: None)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, lambda *_: supervisor.stop())

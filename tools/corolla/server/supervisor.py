@@ -56,10 +56,15 @@ class Supervisor:
         options: ServerOptions,
         on_ready: Callable[[ReadyServer], None] = lambda ready: None,
         sink: TextIO = sys.stderr,
+        on_down: Callable[[bool], None] = lambda stopping: None,
     ) -> None:
-        """`on_ready` is called at each start, `sink` gets the output of tritonserver and its models."""
+        """`on_ready` is called at each start, `sink` gets the output of tritonserver and its models.
+
+        `on_down` is called after each start when it is to stop, before it does, or died, with whether it is to stop.
+        """
         self._options = options
         self._on_ready = on_ready
+        self._on_down = on_down
         self._sink = sink
         self._wake = os.eventfd(0, os.EFD_CLOEXEC)
         self._stopping = threading.Event()
@@ -115,6 +120,7 @@ class Supervisor:
                 _LOG.warning("these models are not available: %s", ", ".join(sorted(unavailable)))
             self._on_ready(ReadyServer(server.endpoints, server.pid, directory.path))
             reason = _Watch(server, self._stopping, self._wake).run()
+            self._on_down(self._stopping.is_set())
         if self._stopping.is_set():
             if started:
                 server.stop(self._hurry)
