@@ -284,12 +284,11 @@ class TestSimulation:
         assert swarm.balance >= BALANCE_THRESHOLD
         assert swarm.moves - before <= moves
         settled = swarm.moves
-        swarm.run(60 * 15)
+        swarm.run(60 * 10)
         assert swarm.moves == settled
 
-    @pytest.mark.parametrize("seed", range(2))
-    def test_from_random_starts(self, seed: int) -> None:
-        swarm = SimulatedSwarm(32, seed)
+    def test_from_random_starts(self) -> None:
+        swarm = SimulatedSwarm(32, seed=0)
         for _ in range(100):
             size = swarm.chance.choice(SIZES)
             start = swarm.chance.randint(0, 32 - size)
