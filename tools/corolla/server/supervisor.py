@@ -8,7 +8,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TextIO
 
@@ -57,18 +57,19 @@ class Supervisor:
         options: ServerOptions,
         on_ready: Callable[[ReadyServer], None] = lambda ready: None,
         sink: TextIO = sys.stderr,
-        on_leaving: Callable[[], None] = lambda: None,
+        on_down: Callable[[bool], None] = lambda stopping: None,
     ) -> None:
-        """`on_ready` is called at each start, `on_leaving` before sessions are waited for at the end.
+        """`on_ready` is called at each start, `sink` gets the output of tritonserver and its models.
 
-        `sink` gets the output of tritonserver and its models.
+        `on_down` is called after each start: with True when it is to stop, before sessions are waited for, with False
+        when it died.
         """
         self._options = options
         self._on_ready = on_ready
-        self._on_leaving = on_leaving
+        self._on_down = on_down
         self._sink = sink
         self._wake = os.eventfd(0, os.EFD_CLOEXEC)
-        self._change: Callable[[], None] | None = None
+        self._change: Callable[[], Path] | None = None
         self._leaving = threading.Event()
         self._ending = threading.Event()
         self._hurry = threading.Event()
@@ -82,9 +83,9 @@ class Supervisor:
         self._ending.set()
         self._leave()
 
-    def change(self, act: Callable[[], None]) -> None:
-        """Lets sessions end as `stop` does, then stops tritonserver, calls `act`, and starts tritonserver again."""
-        self._change = act
+    def change(self, write: Callable[[], Path]) -> None:
+        """Lets sessions end as `stop` does, and serves the repository that `write` gives when nothing is served."""
+        self._change = write
         self._leave()
 
     def _leave(self) -> None:
@@ -129,7 +130,7 @@ class Supervisor:
             directory.remove()
 
     def _make_change(self, directory: RunDirectory) -> None:
-        """Between two tritonservers; when it fails, what was served before is served again."""
+        """Between two tritonservers; what was served before is served again when it fails."""
         directory.clear()
         change, self._change, self._drain = self._change, None, None
         self._leaving.clear()
@@ -137,9 +138,9 @@ class Supervisor:
             self._leaving.set()
         elif change is not None:
             try:
-                change()
+                self._options = replace(self._options, repository=change())
             except (CorollaError, OSError) as error:
-                _LOG.error("nothing is changed: %s", error)
+                _LOG.error("going on with %s: %s", self._options.repository, error)
 
     def _serve(self, server: TritonServer, directory: RunDirectory) -> str | None:
         """Serves with one tritonserver; returns why another is needed, or None when it has been left."""
@@ -151,6 +152,8 @@ class Supervisor:
             self._served = True
             self._on_ready(ReadyServer(server.endpoints, server.pid, directory.path))
             reason = _Watch(server, self._wake, self._hurry, lambda: self._is_drained(directory)).run()
+            if reason is not None:
+                self._on_down(False)
         if self._leaving.is_set():
             if started:
                 server.stop(self._hurry)
@@ -166,7 +169,7 @@ class Supervisor:
         if not self._leaving.is_set():
             return False
         if self._drain is None:
-            self._on_leaving()
+            self._on_down(True)
             self._drain = Drain(directory.path, self._options.drain_timeout)
         return self._drain.over()
 
