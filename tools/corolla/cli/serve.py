@@ -24,7 +24,7 @@ from corolla.reachability.announced import Announced
 from corolla.repository.choices import Choices, plan_repository
 from corolla.repository.reading import is_repository, registry_of
 from corolla.repository.writer import state_folder
-from corolla.server.options import ServerOptions
+from corolla.server.options import DRAIN_TIMEOUT_SECONDS, ServerOptions
 from corolla.server.supervisor import ReadyServer, Supervisor
 
 _LOG = logging.getLogger("corolla.server")
@@ -88,6 +88,13 @@ Stop the server with Ctrl-C.
     "--backends", type=click.Path(path_type=Path), help="Folder of the backends. [default: that of this checkout]"
 )
 @click.option("--log-file", type=click.Path(path_type=Path), help="File for the server's log. [default: stderr]")
+@click.option(
+    "--drain-timeout",
+    type=click.FloatRange(0, 86400),
+    default=DRAIN_TIMEOUT_SECONDS,
+    show_default=True,
+    help="Seconds that sessions in use have to end, or to go on elsewhere, when the server is told to stop.",
+)
 @click.option("--ready-file", type=click.Path(path_type=Path), help="File to hold the addresses while it serves.")
 @click.option(
     "--throughput",
@@ -113,6 +120,7 @@ def command(
     run_directory: Path | None,
     backends: Path | None,
     log_file: Path | None,
+    drain_timeout: float,
     ready_file: Path | None,
     announce_address: str | None,
     throughput: Throughput | None,
@@ -144,6 +152,7 @@ def command(
         backends,
         run_directory,
         announce_address=announce_address,
+        drain_timeout=drain_timeout,
     )
     registry = choices["registry"] or registry_of(repository)
     member = MembershipOptions(registry, throughput or DEFAULT_THROUGHPUT)
