@@ -19,7 +19,7 @@ from corolla.checkpoint.synthetic import make_checkpoint
 from corolla.client import CorollaClient
 from corolla.dtypes import dtype_named
 from corolla.kv.layout import default_attn_cache_tokens
-from corolla.planning.dry_run import DryRun, dry_run
+from corolla.planning.dry_run import DryRun, dry_run, prepare
 from corolla.planning.machine import DeviceMemory
 from corolla.planning.measurement import measured, process_memory
 from corolla.planning.plan import DevicePlan, Setup, make_plan
@@ -53,6 +53,7 @@ def compare_range(plan: RepositoryPlan, repository: Path) -> None:
     besides = sum(device.number(name) for name in ("process_bytes", "work_bytes", "library_bytes"))
     expected = len(blocks) * each + besides
     run = DryRun(blocks.start, blocks.stop, default_attn_cache_tokens(plan.config), touch=True, ends=False)
+    prepare(repository, run)
     found = dry_run(repository, run)
     for name, bytes_planned, bytes_found in (
         ("weights", len(blocks) * device.number("block_bytes"), found.weights),
