@@ -19,6 +19,7 @@ from corolla.checkpoint.synthetic import make_checkpoint
 from corolla.client import CorollaClient
 from corolla.dtypes import dtype_named
 from corolla.kv.layout import default_attn_cache_tokens
+from corolla.model.batch_sizes import COMPILED
 from corolla.planning.dry_run import DryRun, dry_run, prepare
 from corolla.planning.machine import DeviceMemory
 from corolla.planning.measurement import measured, process_memory
@@ -41,7 +42,8 @@ FAMILIES = {
 
 def planned(plan: RepositoryPlan, repository: Path) -> DevicePlan:
     """With what a dry run of some of the blocks took, as `corolla plan --measure` plans it."""
-    setup = Setup(plan.config, plan.dtype, plan.hosted, plan.quant, process=process_memory(measured(repository)))
+    process, packed = process_memory(measured(repository)), plan.decoder == COMPILED
+    setup = Setup(plan.config, plan.dtype, plan.hosted, plan.quant, packed=packed, process=process)
     (device,) = make_plan(setup, [DeviceMemory("cpu", PLENTY, PLENTY, "")], PLENTY).devices
     return device
 
@@ -94,6 +96,7 @@ def main() -> None:
     parser.add_argument("--quant", default="none")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--max-batch-size", type=int, default=16)
+    parser.add_argument("--decoder", default="compiled")
     arguments = parser.parse_args()
     dtype = dtype_named(arguments.dtype)
     if arguments.family and not (arguments.checkpoint / "config.json").exists():
@@ -103,7 +106,7 @@ def main() -> None:
     blocks = range(config.num_hidden_layers)
     plan = RepositoryPlan(
         arguments.checkpoint.resolve(), config, dtype, split_evenly(blocks, -(-len(blocks) // 2)),
-        quant=arguments.quant, max_batch_size=arguments.max_batch_size,
+        quant=arguments.quant, max_batch_size=arguments.max_batch_size, decoder=arguments.decoder,
     )  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="corolla-planned-") as folder:
         write_repository(plan, Path(folder))
