@@ -49,19 +49,24 @@ def planned(plan: RepositoryPlan, repository: Path) -> DevicePlan:
 
 
 def compare_range(plan: RepositoryPlan, repository: Path) -> None:
-    """The last range, in a process by itself that has used its whole cache."""
+    """The last range, in a process by itself that has used its whole cache.
+
+    Libraries count in full: its proportional set size is this where no other process maps them.
+    """
     device, blocks = planned(plan, repository), plan.ranges[-1]
     each = device.number("block_bytes") + device.number("cache_bytes")
     besides = sum(device.number(name) for name in ("process_bytes", "work_bytes", "library_bytes"))
     expected = len(blocks) * each + besides
-    run = DryRun(blocks.start, blocks.stop, default_attn_cache_tokens(plan.config), touch=True, ends=False)
+    tokens = default_attn_cache_tokens(plan.config)
+    run = DryRun(blocks.start, blocks.stop, tokens, steps=1, forwards=1, touch=True, ends=False)
     prepare(repository, run)
     found = dry_run(repository, run)
+    process = found.private + found.work + found.libraries
     for name, bytes_planned, bytes_found in (
         ("weights", len(blocks) * device.number("block_bytes"), found.weights),
         ("KV cache", len(blocks) * device.number("cache_bytes"), found.cache),
-        ("process", besides, found.private + found.work + found.libraries),
-        ("PSS", expected, found.pss),
+        ("process", besides, process),
+        ("all", expected, found.weights + found.cache + process),
     ):
         print(_row(name, bytes_planned, bytes_found))
 
