@@ -12,9 +12,11 @@ import torch
 from corolla.checkpoint.source import Source, open_checkpoint
 from corolla.dtypes import dtype_named
 from corolla.generate.engine import EngineLimits, GenerateEngine
+from corolla.generate.local_blocks import Blocks
 from corolla.generate.sequence import Finished
 from corolla.kv.session import OpenRequest
 from corolla.model.ends import Embedding, Head
+from corolla.remote.swarm import Swarm
 from corolla.repository.plan import RepositoryPlan
 from corolla.repository.reading import served_model
 from corolla.repository.writer import write_repository
@@ -78,17 +80,18 @@ class LocalServer:
             hidden_states = run(service, hidden_states, *session)
         return hidden_states
 
-    def engine(self) -> GenerateEngine:
-        """A generate model of this server, to be stopped by the caller."""
+    def engine(self, swarm: Swarm | None = None, blocks: Blocks | None = None) -> GenerateEngine:
+        """A generate model of this server, to be stopped by the caller; in a swarm, with no blocks but those given."""
         return GenerateEngine(
             checkpoint=self.checkpoint,
             embedding=self.embedding,
             head=self.head,
-            blocks=self._chain,
+            blocks=blocks if swarm else self._chain,
             table=self.table,
             log=self._token_log,
             run_ranges=self._prefill,
             limits=EngineLimits(self._plan.short_tokens, self._plan.batch_channel_capacity),
+            swarm=swarm,
         )
 
     def span(self, connect: Callable[[str], Connection]) -> SpanService:
