@@ -46,6 +46,8 @@ class FakePeer:
         self.after_push: Callable[[], None] = lambda: None
         self.cut_off_from: set[str] = set()
         self.loses_pushes = False
+        self.adapters: set[str] = set()
+        self.opened: list[tuple[int, str]] = []
         self._network = network
         self._service = service
         self._table = table
@@ -62,7 +64,7 @@ class FakePeer:
         status = self._table.status()
         record = PeerRecord(
             self.name, self.name, "model", "revision", self.blocks.start, self.blocks.stop, PeerState.ONLINE, FAST,
-            "float32", "none", False, status.free_tokens, status.total_tokens,
+            "float32", "none", False, status.free_tokens, status.total_tokens, tuple(self.adapters),
         )  # fmt: skip
         return replace(record, **changes)  # type: ignore[arg-type]
 
@@ -96,13 +98,18 @@ class FakePeer:
         self._check()
         if not self._awake.wait(0.2):
             raise PeerUnreachableError(f"{self.name}: deadline exceeded")
-        session = self._table.open(OpenRequest(max_length, timeout, adapter=adapter, idle_timeout=idle_timeout))
+        self.opened.append((max_length, adapter))
+        session = self._table.open(OpenRequest(max_length, timeout, idle_timeout=idle_timeout))
         self._sessions.add(session.id)
         return session.id
 
     def close_session(self, session_id: str) -> None:
         self._check()
         self._forget(session_id)
+
+    def lose_a_session(self) -> None:
+        """One of them is gone, as if it had expired."""
+        self._forget(next(iter(self._sessions)))
 
     def submit(self, step: SpanStep, timeout: float) -> "Future[SpanOutput]":
         self._check()

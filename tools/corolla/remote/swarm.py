@@ -39,8 +39,8 @@ STAY_SECONDS = 5.0
 """For which a server that leaves is stayed with when nobody else can take its sessions."""
 ROOM_SECONDS = 5.0
 """How long one wait in the line of a full server takes, before others are asked again."""
-CALLS = 32
-"""Sessions that can be opened or closed at the same time."""
+OPENING, CLOSING = 32, 4
+"""Sessions that can be opened, and those that can be closed at the same time."""
 FEW_POSITIONS = 16
 """A step of so many takes about as long as one of one position."""
 
@@ -118,7 +118,8 @@ class Swarm:
         patience = Patience(settings.step_timeout, settings.push_grace, self._expected)
         self.context = TripContext(connect, self, settings.encoding, patience)
         self._runner = RouteRunner(self.context, local)
-        self._calls = ThreadPoolExecutor(CALLS, thread_name_prefix="peer-calls")
+        self._calls = ThreadPoolExecutor(OPENING, thread_name_prefix="peer-calls")
+        self._closing = ThreadPoolExecutor(CLOSING, thread_name_prefix="peer-closing")
         self._records: dict[str, PeerRecord] = {}
         self._leaving: frozenset[str] = frozenset()
         self._staying: dict[str, float] = {}
@@ -162,13 +163,14 @@ class Swarm:
     def release(self, sessions: Sequence[SpanSession]) -> None:
         """Closes sessions on other servers, without waiting; on those that do not answer they expire."""
         for session in sessions:
-            if session.is_remote and not self._closed.is_set() and not self.bans.banned(session.span.peer_id):
-                self._calls.submit(self._close, session)
+            if session.is_remote and not self._closed.is_set():
+                self._closing.submit(self._close, session)
 
     def close(self) -> None:
         """Ends all work; steps that run get errors of their own."""
         self._closed.set()
         self._calls.shutdown(wait=False)
+        self._closing.shutdown(wait=False)
         self._directory.close()
 
     def answered(self, span: Span, positions: int, computed: float, waited: float | None) -> None:
@@ -236,7 +238,8 @@ class Swarm:
                 passed.clear()
             except SpanError as error:
                 self._blame(error)
-                problem = passed[error.span.peer_id] = error
+                passed[error.span.peer_id] = error
+                problem = UnavailableBlocksError(list(error.span.blocks), passed)
             if need.is_cancelled() or self._closed.is_set():
                 raise AbandonedError("nobody waits for the generation any more")
             left = deadline - time.monotonic()

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
+from functools import partial
 from threading import Lock
 from typing import Protocol
 
@@ -146,6 +147,8 @@ class Trip:
         if index and (late or not pushed):
             self._fallbacks += 1
             self._launch(index)
+        if late:
+            self._answers[index][-1].add_done_callback(partial(self._rest_if_lost, index))
         timeout = patience.deadline(span, self._positions)
         answer = self._first_answer(index, time.monotonic() + timeout, is_abandoned)
         if answer is None:
@@ -154,11 +157,14 @@ class Trip:
         if isinstance(error, CorollaError):
             raise SpanError(span, error) from error
         reply = answer.result()
-        if late and not reply.duplicate and answer is self._answers[index][-1]:
-            self._context.links.rest(self._spans[index - 1], span)
         waited = time.monotonic() - self._sent_at if index == 0 else None
         self._context.observer.answered(span, self._positions, reply.seconds, waited)
         return reply
+
+    def _rest_if_lost(self, index: int, answer: Future[SpanOutput]) -> None:
+        """Where a step that was sent again is no duplicate, it never arrived by the push."""
+        if not answer.cancelled() and answer.exception() is None and not answer.result().duplicate:
+            self._context.links.rest(self._spans[index - 1], self._spans[index])
 
     def _first_answer(
         self, index: int, deadline: float, is_abandoned: Callable[[], bool]
