@@ -12,7 +12,6 @@ import torch
 from corolla.checkpoint.source import Source, open_checkpoint
 from corolla.dtypes import dtype_named
 from corolla.generate.engine import EngineLimits, GenerateEngine
-from corolla.generate.local_blocks import Blocks
 from corolla.generate.sequence import Finished
 from corolla.kv.session import OpenRequest
 from corolla.model.ends import Embedding, Head
@@ -24,6 +23,7 @@ from corolla.serving.blocks import BlocksRequest, BlocksService
 from corolla.serving.hosted_blocks import HostedBlocks
 from corolla.serving.hosting import Host
 from corolla.serving.span import SpanService
+from corolla.serving.span_loop import Blocks
 from corolla.serving.span_push import Connection
 
 
@@ -89,7 +89,7 @@ class LocalServer:
             blocks=blocks if swarm else self._chain,
             table=self.table,
             log=self._token_log,
-            run_ranges=self._prefill,
+            run_ranges=self._run_long,
             limits=EngineLimits(self._plan.short_tokens, self._plan.batch_channel_capacity),
             swarm=swarm,
         )
@@ -100,9 +100,6 @@ class LocalServer:
 
     def _run_long(self, hidden_states: torch.Tensor, session_id: str, start: int) -> torch.Tensor:
         return self.run_ranges(hidden_states, [session_id], [start])
-
-    def _prefill(self, hidden_states: torch.Tensor, session_id: str, start: int) -> None:
-        self.run_ranges(hidden_states, [session_id], [start])
 
     def _host(self, name: str) -> Host:
         return Host(served_model(self.repository, name))

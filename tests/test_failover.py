@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+import torch
 
 from checkpoints import END_OF_TEXT_ID, GROUPED, ids_of, random_prompt, text_of
 from conftest import Served
@@ -22,7 +23,7 @@ from corolla.routing.usable import NoRouteError
 from corolla.serving.blocks import BlocksService
 from corolla.wire.messages import SpanStep
 from fake_peers import FakeNetwork, FakePeer
-from local_server import CollectingOutput, LocalServer, make_plan
+from local_server import CollectingOutput, LocalServer, make_plan, run
 from waiting import wait_until
 
 ALL = range(GROUPED.blocks)
@@ -57,8 +58,11 @@ class FakeSwarm:
     def swarm(self, *, hosted: bool = False, **settings: float) -> Swarm:
         chosen = {"failover_timeout": 10.0, "step_timeout": 5.0, "push_grace": 0.1} | settings
         blocks = FIRST if hosted else range(0)
-        local = SharedBlocks(self.own_blocks, FIRST) if hosted else None
+        local = SharedBlocks(self.own_blocks, FIRST, self._run_first, 16) if hosted else None
         return Swarm(self.network, self.network.connect, SwarmSettings(ALL, "float32", blocks, **chosen), local)
+
+    def _run_first(self, hidden_states: torch.Tensor, session_id: str, start: int) -> torch.Tensor:
+        return run(self.own_blocks.current, hidden_states, [session_id], [start])
 
     @property
     def own_blocks(self) -> Only:

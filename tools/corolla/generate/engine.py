@@ -1,7 +1,7 @@
 """From a request to a running generation: tokens, checks, a session, prefill, then the loop."""
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -14,7 +14,6 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 
 from corolla.checkpoint.folder import CheckpointFolder
 from corolla.errors import CheckpointError, CorollaError, InvalidValueError, OverloadedError
-from corolla.generate.local_blocks import Blocks
 from corolla.generate.loop import GenerateLoop, LoopLimits
 from corolla.generate.replay import replay
 from corolla.generate.request import DEFAULT_MAX_TOKENS, GenerationRequest
@@ -34,6 +33,7 @@ from corolla.remote.swarm import Need, Swarm
 from corolla.remote.trip import SpanError
 from corolla.serving.blocks import BlocksService, Step
 from corolla.serving.grouping import BlocksRequest
+from corolla.serving.span_loop import Blocks, RunRanges
 
 logger = logging.getLogger(__name__)
 
@@ -49,9 +49,6 @@ MAX_ROUTED = 64
 """Generations that may look for servers, at first or after one failed, at the same time."""
 MAX_SETBACKS = 8
 """Failures of servers without a new token between them, after which a generation is given up."""
-
-RunRanges = Callable[[torch.Tensor, str, int], None]
-"""Runs hidden states [1, T, H] of a session at a position through the range processes."""
 
 
 @dataclass(frozen=True)

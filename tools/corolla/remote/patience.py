@@ -7,6 +7,7 @@ from corolla.routing.route import Span
 
 STEP_TIMEOUT = 10.0
 PUSH_GRACE = 0.5
+FAILOVER_TIMEOUT = 60.0
 SLOWEST = 8.0
 """So many times longer than expected a step may take: servers are shared, and the first steps are slow."""
 

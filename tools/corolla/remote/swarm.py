@@ -14,7 +14,7 @@ import torch
 from corolla.errors import CorollaError, OverloadedError
 from corolla.peers.record import PeerRecord, PeerState
 from corolla.remote.errors import PeerRefusalError
-from corolla.remote.patience import PUSH_GRACE, STEP_TIMEOUT, Patience
+from corolla.remote.patience import FAILOVER_TIMEOUT, PUSH_GRACE, STEP_TIMEOUT, Patience
 from corolla.remote.peer import Connect, LocalBlocks
 from corolla.remote.runner import RouteRow, RouteRunner
 from corolla.remote.sessions import RouteSessions, SpanSession
@@ -28,7 +28,6 @@ from corolla.routing.usable import NoRouteError, written_ranges
 
 logger = logging.getLogger(__name__)
 
-FAILOVER_TIMEOUT = 60.0
 IDLE_MARGIN = 60.0
 """Seconds for which servers keep a session longer than a failover may take: its owner may have died."""
 REPLAY_CHUNK = 512
@@ -37,7 +36,7 @@ LOOK_SECONDS = 0.5
 """How often it is looked whether the servers have changed."""
 STAY_SECONDS = 5.0
 """For which a server that leaves is stayed with when nobody else can take its sessions."""
-ROOM_SECONDS = 5.0
+ROOM_SECONDS = 1.0
 """How long one wait in the line of a full server takes, before others are asked again."""
 OPENING, CLOSING = 32, 4
 """Sessions that can be opened, and those that can be closed at the same time."""
@@ -108,10 +107,17 @@ class Swarm:
     """Sessions of sequences on the servers of a model. For use by several threads."""
 
     def __init__(
-        self, directory: Directory, connect: Connect, settings: SwarmSettings, local: LocalBlocks | None = None
+        self,
+        directory: Directory,
+        connect: Connect,
+        settings: SwarmSettings,
+        local: LocalBlocks | None = None,
+        disconnect: Callable[[], None] = lambda: None,
     ) -> None:
+        """`disconnect` ends all connections."""
         self._directory = directory
         self._connect = connect
+        self._disconnect = disconnect
         self._settings = settings
         self.measured = Measurements()
         self.bans = Bans()
@@ -172,6 +178,7 @@ class Swarm:
         self._calls.shutdown(wait=False)
         self._closing.shutdown(wait=False)
         self._directory.close()
+        self._disconnect()
 
     def answered(self, span: Span, positions: int, computed: float, waited: float | None) -> None:
         """See Observer."""
