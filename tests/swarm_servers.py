@@ -36,15 +36,18 @@ class SwarmServer(RunningServer):
             os.kill(process.pid, number)
 
 
-def announce(registry: str, peer_id: str, blocks: range, address: str) -> None:
-    """Registers a server for as long as a test takes."""
+def announcement(peer_id: str, blocks: range, address: str) -> PeerRecord:
+    """The record of a server that is as good as any."""
     speed = Throughput(inference=1000.0, forward=10000.0, network=10000.0)
-    record = PeerRecord(
+    return PeerRecord(
         peer_id, address, MODEL, REVISION, blocks.start, blocks.stop, PeerState.ONLINE, speed, "float32", "none", False,
         CACHE_TOKENS, CACHE_TOKENS,
     )  # fmt: skip
-    opened = open_registry(registry, ttl=3600.0)
-    opened.put(record)
+
+
+def announce(registry: str, peer_id: str, blocks: range, address: str) -> None:
+    """Registers a server for as long as a test takes."""
+    open_registry(registry, ttl=3600.0).put(announcement(peer_id, blocks, address))
 
 
 def write_server(

@@ -1,5 +1,6 @@
 """Generations over routes through other servers, all in this process, while those are killed, stopped and cut off."""
 
+import random
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -130,6 +131,12 @@ def running(output: CollectingOutput, pieces: int = 3) -> None:
     """Waits until some tokens have come."""
     wait_until(lambda: len(output.pieces) >= pieces or output.has_ended)
     assert not output.has_ended
+
+
+def more(output: CollectingOutput) -> None:
+    """Waits for two more tokens."""
+    seen = len(output.pieces)
+    wait_until(lambda: len(output.pieces) >= seen + 2 or output.has_ended)
 
 
 def test_tokens_over_two_servers_are_those_of_transformers(fakes: FakeSwarm) -> None:
@@ -447,3 +454,29 @@ def test_broken_off_generation_is_resumed_over_other_servers(fakes: FakeSwarm, h
     fakes.engine(swarm).start(request, output)
     assert ids_of(output.text()) == tokens[heard:]
     wait_until(lambda: used(peers) == [])
+
+
+def test_storm_of_accidents_changes_no_token(fakes: FakeSwarm) -> None:
+    """Eight generations while one server after the other is killed or stopped, and later comes back."""
+    peers, swarm = replicas(fakes), fakes.swarm(**IMPATIENT)
+    engine = fakes.engine(swarm)
+    chosen = random.Random(5)
+    prompts = [random_prompt(length, seed=length) for length in (3, 5, 9, 14, 21, 33, 48, 60)]
+    outputs = [start(engine, prompt, max_tokens=200) for prompt in prompts]
+    accidents = 0
+    while not all(output.has_ended for output in outputs):
+        for output in outputs:
+            more(output)
+        name = chosen.choice(sorted(peers))
+        if chosen.random() < 0.8:
+            peers[name].kill()
+        else:
+            peers[name].hang()
+        accidents += 1
+        for output in outputs:
+            more(output)
+        peers[name].wake()
+        peers[name].restart()
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert ids_of(output.text()) == expected(fakes, prompt, 200)
+    assert accidents > 5

@@ -17,6 +17,7 @@ from corolla.serving.adapter import FINAL, error_response, make_counter, scalar,
 from corolla.serving.hosted_blocks import HostedBlocks
 from corolla.serving.hosting import Host
 from corolla.serving.parameters import ServedModel
+from corolla.serving.route_metrics import report_routes
 from corolla.serving.senders import SenderThreads
 
 LISTS = {"stop_words", "bad_words"}
@@ -38,8 +39,8 @@ class TritonPythonModel:
 
     def finalize(self):
         self._engine.stop()
-        if self._metrics:
-            self._metrics.stop()
+        for reports in self._metrics:
+            reports.stop()
 
     def _start(self, request, sender):
         try:
@@ -68,7 +69,9 @@ def _open(model):
         swarm=swarm,
     )
     torch.set_num_threads(1)  # for what is left to PyTorch in a step, waking a thread takes longer than the work
-    return engine, blocks and blocks.count_rows(model.name, make_counter)
+    reports = [blocks and blocks.count_rows(model.name, make_counter)]
+    reports += [swarm and report_routes(swarm.context.counters, make_counter)]
+    return engine, [report for report in reports if report]
 
 
 def _inputs(request):

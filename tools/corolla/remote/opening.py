@@ -16,7 +16,7 @@ def open_swarm(model: ServedModel, blocks: int, local: LocalBlocks | None) -> Sw
     servers = RemoteServers()
     settings = SwarmSettings(
         blocks=range(blocks),
-        encoding=model.wire,
+        encoding=model.wire or model.dtype.name,
         hosted=model.blocks,
         peer_id=own_peer_id(),
         failover_timeout=model.failover_timeout,

@@ -202,6 +202,8 @@ class Swarm:
             self._replay(old, RouteSessions(new), cached, need)
         logger.info("blocks %d:%d of a generation moved from %s to %s", span.start, span.end, span.address, _names(new))
         self.release([old])
+        with self.context.counting:
+            self.context.counters.moves += 1
         return sessions.replaced({span: new})
 
     def _move(self, sessions: RouteSessions, need: Need, cached: int, span: Span) -> RouteSessions:

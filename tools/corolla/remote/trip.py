@@ -51,13 +51,14 @@ class TripCounters:
     """What all trips of a process have done.
 
     `steps` through `spans` servers took `one_way_trips`: n + 1 for n servers if every push arrived, and one more for
-    each of the `fallbacks`, in which the asker sent on an output itself.
+    each of the `fallbacks`, in which the asker sent on an output itself. `moves` are sessions that another server took.
     """
 
     steps: int = 0
     spans: int = 0
     one_way_trips: int = 0
     fallbacks: int = 0
+    moves: int = 0
 
 
 @dataclass
