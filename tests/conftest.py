@@ -175,3 +175,5 @@ def part_servers(tmp_path_factory: pytest.TempPathFactory, suite_cache: Path) ->
         yield PartServers(servers[0], servers[1], whole)
         for stopping in [pool.submit(server.stop) for server in servers]:
             assert stopping.result() == 0
+        for server in servers:
+            assert "Exit timeout expired" not in server.log, "a model could not be unloaded"

@@ -312,14 +312,29 @@ def test_so_many_may_wait_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(span_book, "MAX_WAITING", 2)
     book, answers = StepBook(), []
     step = SpanStep(("a",), (0,), "0", blocks=range(1))
-    for number in range(2):
-        book.wait(replace(step, step_id=str(number)), answers.append, 1.0)
-    with pytest.raises(OverloadedError, match="2 steps are waited for already"):
-        book.wait(replace(step, step_id="2"), answers.append, 1.0)
+    book.wait(step, answers.append, 1.0)
     with pytest.raises(InvalidValueError, match=r"^step_id: '0' .* an id that no other step has"):
         book.wait(replace(step, session_ids=("b",)), answers.append, 1.0)
+    book.wait(replace(step, step_id="1"), answers.append, 1.0)
+    with pytest.raises(OverloadedError, match="2 steps are waited for already"):
+        book.wait(replace(step, step_id="2"), answers.append, 1.0)
+    book.expire(0.5, ask=True)
+    assert (len(answers), book.kept) == (0, 2)
     book.expire(2.0)
-    assert len(answers) == 2
+    assert (len(answers), book.kept) == (2, 0)
+
+
+def test_nobody_waits_for_whoever_has_gone() -> None:
+    """Its step is not waited for, so that the model can be unloaded; others go on waiting for the same step."""
+    book, answers = StepBook(), []
+    step = SpanStep(("a",), (0,), "0", blocks=range(1))
+    book.wait(step, answers.append, 100.0, lambda: True)
+    book.wait(step, answers.append, 100.0)
+    book.expire(0.0)
+    assert not answers
+    book.expire(0.0, ask=True)
+    assert len(answers) == 1
+    assert book.kept == 1
 
 
 def test_outputs_in_the_encoding_of_the_step(grouped: Served, route: Route, hidden_states: torch.Tensor) -> None:
@@ -352,7 +367,7 @@ def test_a_request_says_which_step_it_is() -> None:
     assert (step.session_ids, step.starts, step.blocks, step.timeout) == (("a", "b"), (0, 3), range(2, 4), 2.0)
     assert [hop.address for hop in step.next] == ["h:1", "i:1"]
     bare = dict.fromkeys(GOOD) | {"session_id": ["a"], "start_position": [0], "step_id": "x"}
-    assert read_step(bare, SHAPE) == SpanStep(("a",), (0,), "x", None, range(2, 5), (), 30.0)
+    assert read_step(bare, SHAPE) == SpanStep(("a",), (0,), "x", None, range(2, 5), (), 10.0)
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,8 @@ class TritonPythonModel:
         try:
             step = read_step({name: read(request, name) for name, read in READERS.items()}, self._shape)
             whole = wants(request, "hidden_states")
-            self._service.start(step, partial(_respond, sender, whole), pushed=not whole)
+            respond = partial(_respond, sender, whole)
+            self._service.start(step, respond, pushed=not whole, is_cancelled=sender.is_cancelled)
         except Exception as error:
             sender.send(span_error_response(error), flags=FINAL)
 

@@ -5,12 +5,13 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import count
 from threading import Event, Thread
 
 import torch
 
 from corolla.kv.table import SessionTable, UnknownSessionError
-from corolla.serving.span_book import Respond, StepBook
+from corolla.serving.span_book import IsCancelled, Respond, StepBook
 from corolla.serving.span_loop import Blocks, RunRanges, SpanJob, SpanLoop
 from corolla.serving.span_push import Connection, Pushes
 from corolla.wire.messages import SpanOutput, SpanStep
@@ -21,6 +22,10 @@ logger = logging.getLogger(__name__)
 ANSWER_THREADS = 4
 TICK = 0.1
 """Seconds between looks for steps that did not come in time, and for sessions that have ended."""
+
+
+ASK_TICKS = 10
+"""So many of them between questions whether anybody waits."""
 
 
 @dataclass(frozen=True)
@@ -62,14 +67,21 @@ class SpanService:
         self._watch = Thread(target=self._watch_time, name="span-watch", daemon=True)
         self._watch.start()
 
-    def start(self, step: SpanStep, respond: Respond, *, pushed: bool = False) -> None:
+    def start(
+        self,
+        step: SpanStep,
+        respond: Respond,
+        *,
+        pushed: bool = False,
+        is_cancelled: IsCancelled = lambda: False,
+    ) -> None:
         """Takes a request, `pushed` by the server before or not; the answer goes to `respond`, from any thread.
 
         The bytes of its states are not used any more when this returns. Errors as of StepBook.
         """
         began = time.monotonic()
         if step.states is None:
-            self.book.wait(step, respond, began + step.timeout)
+            self.book.wait(step, respond, began + step.timeout, is_cancelled)
             return
         self._received += pushed
         if not self.book.arrive(step, respond):
@@ -116,9 +128,11 @@ class SpanService:
             self.book.finish(step, error)
 
     def _watch_time(self) -> None:
-        while not self._stopping.wait(TICK):
+        for tick in count(1):
+            if self._stopping.wait(TICK):
+                return
             try:
-                self.book.expire(time.monotonic())
+                self.book.expire(time.monotonic(), ask=tick % ASK_TICKS == 0)
                 self.book.forget(self._ended(self.book.sessions()))
             except Exception:
                 logger.exception("steps could not be looked after; trying again")

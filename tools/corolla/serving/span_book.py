@@ -13,6 +13,8 @@ logger = logging.getLogger(__name__)
 
 Respond = Callable[[SpanOutput | Exception], None]
 """Takes the one answer to a request."""
+IsCancelled = Callable[[], bool]
+"""Whether nobody wants the answer to a request any more; asking takes a while."""
 MAX_WAITING = 4096
 """Steps that may be waited for before they have come."""
 MAX_PAST = 8192
@@ -29,6 +31,7 @@ class _Waiter:
     respond: Respond
     duplicate: bool
     deadline: float
+    is_cancelled: IsCancelled
 
     def answer(self, outcome: SpanOutput | Exception) -> None:
         """One who cannot be answered is no reason to leave out the others."""
@@ -69,15 +72,18 @@ class StepBook:
         self._waiting = 0
         self.duplicates = 0
 
-    def wait(self, step: SpanStep, respond: Respond, deadline: float) -> None:
+    def wait(
+        self, step: SpanStep, respond: Respond, deadline: float, is_cancelled: IsCancelled = lambda: False
+    ) -> None:
         """Waits for a step that somebody else sends. OverloadedError, InvalidValueError as of `arrive`."""
         with self._guard:
+            known = self._entries.get(_key(step))
+            if self._waiting >= MAX_WAITING and (known is None or known.output is None):
+                raise OverloadedError(f"{MAX_WAITING} steps are waited for already; retry later")
             outcome = self._failed.get(_key(step)) or self._entry(step).output
             if outcome is None:
-                if self._waiting >= MAX_WAITING:
-                    raise OverloadedError(f"{MAX_WAITING} steps are waited for already; retry later")
                 self._waiting += 1
-                self._entry(step).waiters.append(_Waiter(respond, False, deadline))
+                self._entry(step).waiters.append(_Waiter(respond, False, deadline, is_cancelled))
                 return
         respond(outcome)
 
@@ -94,7 +100,7 @@ class StepBook:
             self.duplicates += not first
             if entry.output is None:
                 self._waiting += 1
-                entry.waiters.append(_Waiter(respond, not first, float("inf")))
+                entry.waiters.append(_Waiter(respond, not first, float("inf"), _wanted))
                 return first
             output = entry.output
         respond(replace(output, duplicate=True))
@@ -116,19 +122,22 @@ class StepBook:
         for waiter in waiters:
             waiter.answer(outcome)
 
-    def expire(self, now: float) -> None:
-        """Gives up on steps that did not come in time."""
-        expired: list[_Waiter] = []
+    def expire(self, now: float, *, ask: bool = False) -> None:
+        """Gives up on steps that did not come in time, or, if it is to `ask`, for which nobody waits any more."""
+        with self._guard:
+            waiting = [waiter for entry in self._entries.values() if not entry.arrived for waiter in entry.waiters]
+        gone = {id(w): w for w in waiting if w.deadline < now or (ask and w.is_cancelled())}
+        if not gone:
+            return
+        given_up = []
         with self._guard:
             for key, entry in list(self._entries.items()):
-                late = [waiter for waiter in entry.waiters if waiter.deadline < now]
-                if late:
-                    expired += late
-                    entry.waiters = [waiter for waiter in entry.waiters if waiter.deadline >= now]
-                    if not entry.arrived and not entry.waiters:
-                        del self._entries[key]
-            self._waiting -= len(expired)
-        for waiter in expired:
+                given_up += [waiter for waiter in entry.waiters if id(waiter) in gone]
+                entry.waiters = [waiter for waiter in entry.waiters if id(waiter) not in gone]
+                if not entry.arrived and not entry.waiters:
+                    del self._entries[key]
+            self._waiting -= len(given_up)
+        for waiter in given_up:
             waiter.answer(OverloadedError("step_id: the step did not come in time; send its hidden_states"))
 
     def sessions(self) -> set[str]:
@@ -172,6 +181,10 @@ class StepBook:
         if not entry.sessions:
             del self._entries[key]
             _remember(self._past, key, None)
+
+
+def _wanted() -> bool:
+    return False
 
 
 def _remember(known: dict[_Key, Remembered], key: _Key, value: Remembered) -> None:

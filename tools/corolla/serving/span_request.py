@@ -8,7 +8,7 @@ from corolla.errors import InvalidValueError
 from corolla.wire.messages import Hop, SpanStep, hops_from_json
 from corolla.wire.states import WireStates
 
-DEFAULT_TIMEOUT = 30.0
+DEFAULT_TIMEOUT = 10.0
 MOST_TIMEOUT = 3600.0
 LONGEST_ID = 128
 

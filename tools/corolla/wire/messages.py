@@ -31,7 +31,7 @@ class SpanStep:
     states: WireStates | None = None
     blocks: range | None = None
     next: tuple[Hop, ...] = ()
-    timeout: float = 30.0
+    timeout: float = 10.0
 
 
 @dataclass(frozen=True)
