@@ -105,7 +105,7 @@ class TestVerdict:
         """A server `peer` that dials addresses of this machine too, and one `away` that does not answer."""
 
         class Client:
-            def __init__(self, address: str) -> None:
+            def __init__(self, address: str, deadline: float) -> None:
                 self.address = address
 
             def __enter__(self) -> "Client":
