@@ -91,6 +91,7 @@ class Remote:
     checkpoint: Path
     server: RunningServer
     reference: Reference
+    registry: str
 
     @property
     def http(self) -> HttpWire:
@@ -122,8 +123,9 @@ def serve(case: Case, folder: Path, cache: Path, dtype: str, attn_cache_tokens: 
     options = {"decoder": "compiled", "max_batch_size": 8, "attn_cache_tokens": attn_cache_tokens}
     plan = make_plan(checkpoint, case.ranges, dtype, **(options | more))
     write_repository(plan, folder / "repository")
-    with RunningServer(folder / "repository", env={"COROLLA_CACHE": str(cache)}) as server:
-        yield Remote(case, checkpoint, server, Reference(checkpoint, plan.dtype.torch))
+    registry = f"sqlite://{folder}/peers.sqlite"
+    with RunningServer(folder / "repository", f"--registry={registry}", env={"COROLLA_CACHE": str(cache)}) as server:
+        yield Remote(case, checkpoint, server, Reference(checkpoint, plan.dtype.torch), registry)
         assert server.stop() == 0
         assert "Exit timeout expired" not in server.log, "a model could not be unloaded"
 

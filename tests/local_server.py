@@ -15,6 +15,7 @@ from corolla.generate.engine import EngineLimits, GenerateEngine
 from corolla.generate.sequence import Finished
 from corolla.kv.session import OpenRequest
 from corolla.model.ends import Embedding, Head
+from corolla.remote.swarm import Swarm
 from corolla.repository.plan import RepositoryPlan
 from corolla.repository.reading import served_model
 from corolla.repository.writer import write_repository
@@ -22,6 +23,7 @@ from corolla.serving.blocks import BlocksRequest, BlocksService
 from corolla.serving.hosted_blocks import HostedBlocks
 from corolla.serving.hosting import Host
 from corolla.serving.span import SpanService
+from corolla.serving.span_loop import Blocks
 from corolla.serving.span_push import Connection
 
 
@@ -78,17 +80,18 @@ class LocalServer:
             hidden_states = run(service, hidden_states, *session)
         return hidden_states
 
-    def engine(self) -> GenerateEngine:
-        """A generate model of this server, to be stopped by the caller."""
+    def engine(self, swarm: Swarm | None = None, blocks: Blocks | None = None) -> GenerateEngine:
+        """A generate model of this server, to be stopped by the caller; in a swarm, with no blocks but those given."""
         return GenerateEngine(
             checkpoint=self.checkpoint,
             embedding=self.embedding,
             head=self.head,
-            blocks=self._chain,
+            blocks=blocks if swarm else self._chain,
             table=self.table,
             log=self._token_log,
-            run_ranges=self._prefill,
+            run_ranges=self._run_long,
             limits=EngineLimits(self._plan.short_tokens, self._plan.batch_channel_capacity),
+            swarm=swarm,
         )
 
     def span(self, connect: Callable[[str], Connection]) -> SpanService:
@@ -97,9 +100,6 @@ class LocalServer:
 
     def _run_long(self, hidden_states: torch.Tensor, session_id: str, start: int) -> torch.Tensor:
         return self.run_ranges(hidden_states, [session_id], [start])
-
-    def _prefill(self, hidden_states: torch.Tensor, session_id: str, start: int) -> None:
-        self.run_ranges(hidden_states, [session_id], [start])
 
     def _host(self, name: str) -> Host:
         return Host(served_model(self.repository, name))

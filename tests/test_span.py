@@ -46,12 +46,15 @@ class NetworkConnection:
     """See corolla.remote.connection.PeerConnection."""
 
     outstanding = 0
+    suspect = False
 
     def __init__(self, network: Network, address: str) -> None:
         self._network = network
         self._address = address
 
-    def submit(self, step: SpanStep, *, acknowledge: bool, on_handed: Callable[[bool], None]) -> Future[SpanOutput]:
+    def submit(
+        self, step: SpanStep, *, acknowledge: bool, on_handed: Callable[[bool], None] = lambda handed: None
+    ) -> Future[SpanOutput]:
         answer: Future[SpanOutput] = Future()
         on_handed(self._address in self._network.services or self._address in self._network.lost)
         if service := self._network.services.get(self._address):
@@ -182,6 +185,17 @@ def test_whoever_asks_later_gets_what_was_computed(grouped: Served, route: Route
     assert [service.counts().duplicates for service in route.services] == [1, 1]
     assert [service.counts().steps for service in route.services] == [1, 1]
     assert_same(states_of(output), whole(grouped, hidden_states[:1, :4]))
+
+
+def test_a_push_to_a_server_that_was_lost_before_is_not_relied_upon(
+    route: Route, hidden_states: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is sent all the same, which tells whether the server is back."""
+    monkeypatch.setattr(NetworkConnection, "suspect", True)
+    step = route.step(hidden_states[:1, :1], route.open(), 0)
+    assert not submit(route.services[0], step).result(SECONDS).pushed
+    submit(route.services[1], route.at_second(step)).result(SECONDS)
+    assert [service.counts().pushes_failed for service in route.services] == [1, 0]
 
 
 @pytest.mark.parametrize("address", ["gone", "lost"])

@@ -9,12 +9,15 @@ from functools import partial
 import torch
 
 from corolla.generate.engine import EngineLimits, GenerateEngine
+from corolla.generate.local_blocks import SharedBlocks
 from corolla.generate.request import parse_request
 from corolla.model.ends import Embedding, Head
+from corolla.remote.opening import open_swarm
 from corolla.serving.adapter import FINAL, error_response, make_counter, scalar, step_blocks, strings
 from corolla.serving.hosted_blocks import HostedBlocks
 from corolla.serving.hosting import Host
 from corolla.serving.parameters import ServedModel
+from corolla.serving.route_metrics import report_routes
 from corolla.serving.senders import SenderThreads
 
 LISTS = {"stop_words", "bad_words"}
@@ -36,8 +39,8 @@ class TritonPythonModel:
 
     def finalize(self):
         self._engine.stop()
-        if self._metrics:
-            self._metrics.stop()
+        for reports in self._metrics:
+            reports.stop()
 
     def _start(self, request, sender):
         try:
@@ -50,7 +53,10 @@ class TritonPythonModel:
 def _open(model):
     host = Host(model)
     table = host.session_table()
-    blocks = HostedBlocks(host, table)
+    run_ranges = partial(step_blocks, "ranges")
+    blocks = HostedBlocks(host, table) if model.blocks else None
+    local = SharedBlocks(blocks, model.blocks, run_ranges, model.max_short_tokens) if blocks else None
+    swarm = open_swarm(model, host.checkpoint.config.num_hidden_layers, local)
     engine = GenerateEngine(
         checkpoint=host.checkpoint,
         embedding=Embedding(host.parts),
@@ -58,11 +64,14 @@ def _open(model):
         blocks=blocks,
         table=table,
         log=host.token_log(),
-        run_ranges=partial(step_blocks, "ranges"),
+        run_ranges=run_ranges,
         limits=EngineLimits(model.max_short_tokens, model.batch_channel_capacity),
+        swarm=swarm,
     )
     torch.set_num_threads(1)  # for what is left to PyTorch in a step, waking a thread takes longer than the work
-    return engine, blocks.count_rows(model.name, make_counter)
+    reports = [blocks and blocks.count_rows(model.name, make_counter)]
+    reports += [swarm and report_routes(swarm.context.counters, make_counter)]
+    return engine, [report for report in reports if report]
 
 
 def _inputs(request):

@@ -6,7 +6,7 @@ import numpy as np
 
 from corolla.balance.placement import Placement, rate, worth
 from corolla.errors import InvalidValueError
-from corolla.peers.record import PeerRecord, Throughput
+from corolla.peers.record import PeerRecord, PeerState, Throughput
 
 
 def choose_blocks(peers: Sequence[PeerRecord], blocks: int, size: int, throughput: Throughput) -> range:
@@ -20,6 +20,18 @@ def choose_blocks(peers: Sequence[PeerRecord], blocks: int, size: int, throughpu
     own = rate(throughput, size)
     start = best_start(placement.carried, own, size, placement.mean + own * size / blocks)
     return range(start, start + size)
+
+
+def choose_again(peers: Sequence[PeerRecord], blocks: int, own: PeerRecord) -> range:
+    """The blocks of a server that has just announced its choice, for when others chose at the same moment.
+
+    It keeps them unless another that starts as well, with a lower `peer_id`, has some of them too.
+    """
+    others = [peer for peer in peers if peer.peer_id != own.peer_id]
+    before = [peer for peer in others if peer.state is PeerState.JOINING and peer.peer_id < own.peer_id]
+    if not any(block in peer.blocks for peer in before for block in own.blocks):
+        return own.blocks
+    return choose_blocks(others, blocks, len(own.blocks), own.throughput)
 
 
 def best_start(carried: np.ndarray, own: float, size: int, mean: float) -> int:

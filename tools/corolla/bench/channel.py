@@ -173,7 +173,7 @@ def _summary(capacity: int, runs: Sequence[BurstResult], memory: int) -> Channel
     )
 
 
-def _no_ranges(hidden_states: torch.Tensor, session_id: str, start: int) -> None:
+def _no_ranges(hidden_states: torch.Tensor, session_id: str, start: int) -> torch.Tensor:
     raise AssertionError("prompts of a burst are short")
 
 

@@ -23,6 +23,7 @@ class BenchServer:
 
     grpc: str
     http: str
+    metrics: str
     pid: int
     plan: RepositoryPlan
 
@@ -62,4 +63,5 @@ def bench_server(plan: RepositoryPlan) -> Iterator[BenchServer]:
         log = Path(folder) / "server.log"
         with log.open("w") as sink, background_server(server_options, sink) as ready:
             endpoints = ready.endpoints
-            yield BenchServer(str(endpoints.grpc), str(endpoints.http), ready.pid, plan)
+            grpc, http, metrics = map(str, (endpoints.grpc, endpoints.http, endpoints.metrics))
+            yield BenchServer(grpc, http, metrics, ready.pid, plan)

@@ -268,6 +268,42 @@ def mirror(
     write_figures(json_file, Setting.of("mirror", plan), to_json(results))
 
 
+@command.command(epilog="Example: corolla bench swarm .cache/demo-checkpoint --sessions 8 --delay 50")
+@_CHECKPOINT
+@_DTYPE
+@click.option("--sessions", type=Numbers(1, 64), default="1,8", show_default=True, help="Generations at once.")
+@click.option("--delay", type=click.FloatRange(0, 10000), default=50.0, show_default=True, help="One way, in ms.")
+@_MAX_TOKENS
+@_max_batch_size(8)
+@_THREADS
+@_ROUNDS
+@_JSON
+def swarm(
+    checkpoint: "Source",
+    dtype: str,
+    sessions: list[int],
+    delay: float,
+    max_tokens: int,
+    max_batch_size: int,
+    threads: int,
+    rounds: int,
+    json_file: Path | None,
+) -> None:
+    """Serve a model on two servers of this machine, with half of the blocks each, and text through a third one.
+
+    Compares many sessions with one, and a token over servers at a distance with the one-way trips that it must make.
+    """
+    from corolla.bench.figures import Setting, write_figures
+    from corolla.bench.serving import make_plan
+    from corolla.bench.swarm import bench_swarm, measure_swarm, table
+
+    plan = make_plan(checkpoint, dtype, threads=threads, max_batch_size=max_batch_size)
+    with bench_swarm(plan) as served:
+        report = measure_swarm(served, sessions, max_tokens, delay / 1e3, rounds)
+    click.echo(table(report))
+    write_figures(json_file, Setting.of("swarm", plan), report.to_json())
+
+
 @command.command(epilog="Example: corolla bench quality .cache/demo-checkpoint --text docs/protocol.md")
 @_CHECKPOINT
 @_DTYPE

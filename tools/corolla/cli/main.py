@@ -22,6 +22,7 @@ COMMANDS = {
     "make-checkpoint": "Write a Llama checkpoint with seeded random weights, for benchmarks.",
     "pause": "Take a model of a running server out of service.",
     "plan": "Say what of a checkpoint fits on this machine and how fast it will be, with every formula.",
+    "peers": "List the servers of a swarm, as they announce themselves.",
     "resume": "Bring a paused model back.",
     "serve": "Serve the models of a repository until interrupted.",
     "sessions": "Look at the KV cache of a running server; open and close sessions.",

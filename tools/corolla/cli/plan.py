@@ -58,6 +58,7 @@ def _overrides(command: Callable[..., None]) -> Callable[..., None]:
 @click.option("--blocks", help="Those that may be hosted, such as 8:16, the first ones first. [default: all]")
 @click.option("--range-size", type=click.IntRange(1), help="Blocks per range. [default: half of the blocks]")
 @click.option("--ends/--no-ends", default=True, show_default=True, help="Whether embedding and head are hosted.")
+@click.option("--span", is_flag=True, help="Whether other servers can run the blocks, as with a registry.")
 @click.option("--adapters", multiple=True, metavar="NAME=ADAPTER", help="As for corolla init.")
 @click.option("--attn-cache-tokens", type=click.IntRange(1), help="[default: as for corolla init]")
 @click.option("--num-blocks", type=click.IntRange(1), help="So many or an error. [default: as many as fit]")
@@ -82,6 +83,7 @@ def command(
     blocks: str | None,
     range_size: int | None,
     ends: bool,
+    span: bool,
     adapters: tuple[str, ...],
     measure: bool,
     remeasure: bool,
@@ -131,6 +133,7 @@ def command(
         shards=tensor_parallel,
         range_size=range_size or 0,
         ends=ends,
+        span=span,
         adapter_bytes=adapter_bytes(adapters, config, token),
         process=process_memory(outcome) if outcome else None,
     )

@@ -16,13 +16,13 @@ from corolla.repository.writer import state_folder
 
 
 def repository_to_serve(ctx: click.Context, named: str, out: Path | None, choices: Mapping[str, Any]) -> Path:
-    """The folder of a repository; `choices` and `out` are for a checkpoint only.
+    """The folder of a repository; `choices` but the registry, and `out`, are for a checkpoint only.
 
     InvalidValueError for what is neither; errors as of `plan_repository` and `write_repository`.
     """
     if not is_repository(Path(named)):
         return _write_repository(named, out, Choices(**choices))
-    _refuse(ctx, named, ["out", *choices])
+    _refuse(ctx, named, {"out", *choices} - {"registry"})
     return Path(named)
 
 

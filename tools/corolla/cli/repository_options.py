@@ -14,9 +14,11 @@ from corolla.planning.plan import PlanError
 from corolla.planning.repository import planned
 from corolla.planning.table import summary
 from corolla.quantization import QUANTS
+from corolla.remote.patience import FAILOVER_TIMEOUT, STEP_TIMEOUT
 from corolla.repository.choices import Choices
 from corolla.repository.plan import DEFAULT_BATCH_CHANNEL_CAPACITY, DEFAULT_MAX_BATCH_SIZE, DEVICES, RepositoryPlan
 from corolla.repository.writer import write_repository
+from corolla.wire.states import ENCODINGS
 
 _Command = TypeVar("_Command", bound=Callable[..., None])
 
@@ -33,6 +35,26 @@ _OPTIONS = (
     click.option("--span", is_flag=True, help="Let others run this server's blocks; with --registry they always can."),
     click.option("--registry", default="", help="URL of the registry in which servers of one model find each other."),
     click.option("--model-name", default="", help="Name in the registry. [default: org/name, or that of the folder]"),
+    click.option(
+        "--wire",
+        type=click.Choice(ENCODINGS),
+        help="How hidden states travel to other servers; int8 takes half the bytes of bfloat16 and is less exact. "
+        "[default: in the dtype]",
+    ),
+    click.option(
+        "--step-timeout",
+        type=float,
+        default=STEP_TIMEOUT,
+        show_default=True,
+        help="Seconds after which another server that does not answer is given up; longer for long prompts.",
+    ),
+    click.option(
+        "--failover-timeout",
+        type=float,
+        default=FAILOVER_TIMEOUT,
+        show_default=True,
+        help="Seconds in which another server must be found for a running generation.",
+    ),
     click.option("--range-size", type=int, help="Blocks per range. [default: half of the blocks]"),
     click.option("--ranges", help="The ranges themselves, such as 0:4,4:8."),
     click.option(

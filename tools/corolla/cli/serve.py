@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import signal
 import sys
 import threading
@@ -14,10 +15,30 @@ import click
 from corolla.cli.repository_argument import repository_to_serve
 from corolla.cli.repository_options import repository_options
 from corolla.cli.server_options import server_options
+from corolla.errors import InvalidValueError
+from corolla.peers.membership import DEFAULT_THROUGHPUT, MembershipOptions, membership
+from corolla.peers.record import Throughput
 from corolla.reachability.report import report_reachability
 from corolla.repository.reading import registry_of
-from corolla.server.options import ServerOptions
+from corolla.server.options import DRAIN_TIMEOUT_SECONDS, ServerOptions
 from corolla.server.supervisor import ReadyServer, Supervisor
+
+
+class ThroughputType(click.ParamType):
+    """Three numbers above 0, as in `Throughput`."""
+
+    name = "N,N,N"
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> Throughput:
+        """InvalidValueError for anything else."""
+        try:
+            inference, forward, network = map(float, value.split(","))
+            if not 0 < min(inference, forward, network) <= max(inference, forward, network) < math.inf:
+                raise ValueError
+        except ValueError as error:
+            raise InvalidValueError("--throughput", value, "three numbers above 0, such as 120,4000,8000") from error
+        return Throughput(inference, forward, network)
+
 
 _EXAMPLES = """
 Try it from another terminal:
@@ -61,7 +82,19 @@ Stop the server with Ctrl-C.
     "--backends", type=click.Path(path_type=Path), help="Folder of the backends. [default: that of this checkout]"
 )
 @click.option("--log-file", type=click.Path(path_type=Path), help="File for the server's log. [default: stderr]")
+@click.option(
+    "--drain-timeout",
+    type=click.FloatRange(0, 86400),
+    default=DRAIN_TIMEOUT_SECONDS,
+    show_default=True,
+    help="Seconds that sessions in use have to end, or to go on elsewhere, when the server is told to stop.",
+)
 @click.option("--ready-file", type=click.Path(path_type=Path), help="File to hold the addresses while it serves.")
+@click.option(
+    "--throughput",
+    type=ThroughputType(),
+    help="Tokens/s of one block: single steps, long forwards, network. [default: as fast as others are by default]",
+)
 @click.option("--examples", is_flag=True, help="Print calls to try once it serves.")
 @click.option(
     "--out",
@@ -81,8 +114,10 @@ def command(
     run_directory: Path | None,
     backends: Path | None,
     log_file: Path | None,
+    drain_timeout: float,
     ready_file: Path | None,
     announce_address: str | None,
+    throughput: Throughput | None,
     examples: bool,
     out: Path | None,
     tritonserver_flags: tuple[str, ...],
@@ -91,7 +126,7 @@ def command(
     """Serve CHECKPOINT, or the models of REPO, until interrupted.
 
     CHECKPOINT is a local folder in Hugging Face format or org/name on the hub; its repository is written first, as by
-    `corolla init` with the same options. REPO was written before.
+    `corolla init` with the same options. REPO was written before; of these options, --registry wins over what it says.
 
     tritonserver is started and watched: it is started again if it dies, and a model whose process dies is loaded
     again. Any other flag goes to tritonserver as it is.
@@ -107,15 +142,20 @@ def command(
         backends,
         run_directory,
         announce_address=announce_address,
+        drain_timeout=drain_timeout,
     )
-    registry = registry_of(repository)
+    registry = choices["registry"] or registry_of(repository)
+    member = MembershipOptions(registry, throughput or DEFAULT_THROUGHPUT)
     with ExitStack() as stack:
         sink = stack.enter_context(log_file.open("a")) if log_file else sys.stderr
         _log_to({sys.stderr, sink})
         if ready_file:
             stack.callback(ready_file.unlink, missing_ok=True)
+        joined = stack.enter_context(membership(options, member))
 
         def announce(ready: ReadyServer) -> None:
+            if joined:
+                joined.ready(ready)
             click.echo(f"corolla: serving {repository} at {ready.endpoints}")
             if registry and ready.endpoints.grpc:
                 announced = options.announced(ready.endpoints.grpc.port)
@@ -128,7 +168,7 @@ def command(
                     programs = programs.relative_to(Path.cwd())
                 click.echo(_EXAMPLES.format(http=ready.endpoints.http, grpc=ready.endpoints.grpc, programs=programs))
 
-        supervisor = Supervisor(options, announce, sink)
+        supervisor = Supervisor(options, announce, sink, joined.down if joined else lambda stopping: None)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, lambda *_: supervisor.stop())

@@ -1,14 +1,13 @@
 """From a request to a running generation: tokens, checks, a session, prefill, then the loop."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from threading import Lock, Semaphore
-from typing import Protocol
 
 import torch
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
@@ -18,17 +17,23 @@ from corolla.errors import CheckpointError, CorollaError, InvalidValueError, Ove
 from corolla.generate.loop import GenerateLoop, LoopLimits
 from corolla.generate.replay import replay
 from corolla.generate.request import DEFAULT_MAX_TOKENS, GenerationRequest
+from corolla.generate.route_loops import RouteLoops
 from corolla.generate.sampling import Prediction, TokenChooser
 from corolla.generate.sequence import Output, Sequence
 from corolla.generate.text import TextStream
 from corolla.kv.adapters import AdapterTable
 from corolla.kv.session import OpenRequest, Session
-from corolla.kv.steps import Row
+from corolla.kv.steps import Row, SessionSteps
 from corolla.kv.table import CacheFullError, SessionTable, UnknownSessionError
 from corolla.kv.token_log import TokenLog
 from corolla.model.ends import Embedding, Head
+from corolla.model.shape import ModelShape
+from corolla.remote.runner import RouteRow
+from corolla.remote.swarm import Need, Swarm
+from corolla.remote.trip import SpanError
 from corolla.serving.blocks import BlocksService, Step
 from corolla.serving.grouping import BlocksRequest
+from corolla.serving.span_loop import Blocks, RunRanges
 
 logger = logging.getLogger(__name__)
 
@@ -40,17 +45,10 @@ MAX_WAITING = 64
 """Generations that may wait for room at the same time; more are refused at once."""
 MAX_PREFILLS = 8
 """Generations whose long prompts may be computed at the same time."""
-
-RunRanges = Callable[[torch.Tensor, str, int], None]
-"""Runs hidden states [1, T, H] of a session at a position through the range processes."""
-
-
-class Blocks(Protocol):
-    """The merged chain; see corolla.serving.hosted_blocks.HostedBlocks."""
-
-    @property
-    def current(self) -> BlocksService:
-        """The service on memory that is valid now."""
+MAX_ROUTED = 64
+"""Generations that may look for servers, at first or after one failed, at the same time."""
+MAX_SETBACKS = 8
+"""Failures of servers without a new token between them, after which a generation is given up."""
 
 
 @dataclass(frozen=True)
@@ -62,25 +60,33 @@ class EngineLimits:
 
 
 class GenerateEngine:
-    """Generates text on the merged chain of this process; long prompts are computed in the range processes."""
+    """Generates text on the merged chain of this process; long prompts are computed in the range processes.
+
+    With a swarm, each generation takes a route through the servers of the model, of which this process may be one. When
+    a server fails, its generations leave the loop, are repaired by threads, and go on in the loop of their new route.
+    """
 
     def __init__(
         self,
         checkpoint: CheckpointFolder,
         embedding: Embedding,
         head: Head,
-        blocks: Blocks,
+        blocks: Blocks | None,
         table: SessionTable,
         log: TokenLog,
         run_ranges: RunRanges,
         limits: EngineLimits,
+        swarm: Swarm | None = None,
     ) -> None:
+        """`blocks` are None where the process hosts none, which takes a swarm."""
         self._tokenizer = _load_tokenizer(checkpoint)
         self._defaults = _load_defaults(checkpoint)
-        self._longest = min(blocks.current.blocks.context_length, table.layout.slots)
+        self._longest = min(ModelShape.of(checkpoint.config).context_length, table.layout.slots)
         self._embedding = embedding
         self._head = head
         self._blocks = blocks
+        self._swarm = swarm
+        self._pins = blocks.current.steps if blocks else SessionSteps(table, range(0))
         self._table = table
         self._log = log
         self._running: set[str] = set()
@@ -90,12 +96,20 @@ class GenerateEngine:
         self._places = Semaphore(MAX_WAITING)
         self._waiting = ThreadPoolExecutor(MAX_WAITING, thread_name_prefix="waiting")
         self._prefills = ThreadPoolExecutor(MAX_PREFILLS, thread_name_prefix="prefill")
-        most_prompt_tokens = min(limits.max_short_tokens, max(1, blocks.current.most_rows))
-        self._loop = GenerateLoop(
-            self._step,
-            self._release,
-            LoopLimits(limits.max_short_tokens, most_prompt_tokens, limits.batch_channel_capacity),
-        )
+        self._loop = self._make_loop(limits)
+
+    def _make_loop(self, limits: EngineLimits) -> GenerateLoop | RouteLoops:
+        most, capacity = limits.max_short_tokens, limits.batch_channel_capacity
+        if self._swarm is not None:
+            self._routed = ThreadPoolExecutor(MAX_ROUTED, thread_name_prefix="route")
+            return RouteLoops(self._step_routed, self._release, LoopLimits(most, most, capacity), self._rescue)
+        most_prompt_tokens = min(most, max(1, self._chain.most_rows))
+        return GenerateLoop(self._step, self._release, LoopLimits(most, most_prompt_tokens, capacity))
+
+    @property
+    def _chain(self) -> BlocksService:
+        assert self._blocks is not None, "without blocks of its own, an engine has a swarm"
+        return self._blocks.current
 
     def start(self, request: GenerationRequest, output: Output) -> None:
         """Checks a request and starts it; its text goes to `output`.
@@ -114,6 +128,9 @@ class GenerateEngine:
         """Ends all generations with an error."""
         self._waiting.shutdown(wait=False, cancel_futures=True)
         self._prefills.shutdown(wait=False, cancel_futures=True)
+        if self._swarm is not None:
+            self._swarm.close()
+            self._routed.shutdown(wait=False, cancel_futures=True)
         self._loop.stop()
 
     def _sequence(self, request: GenerationRequest, output: Output, prompt_ids: list[int], room: int) -> Sequence:
@@ -157,7 +174,31 @@ class GenerateEngine:
     def _begin(self, sequence: Sequence, session: Session) -> None:
         self._log.begin(session, sequence.prompt_ids)
         self._attach(sequence, session)
-        self._join(sequence)
+        if self._swarm is None:
+            self._join(sequence)
+        else:
+            self._routed.submit(self._find_route, self._swarm, sequence)
+
+    def _find_route(self, swarm: Swarm, sequence: Sequence) -> None:
+        with self._failing(sequence):
+            sequence.sessions = swarm.attach(_need(sequence), sequence.request.timeout)
+            self._join(sequence)
+
+    def _rescue(self, sequence: Sequence, error: SpanError) -> None:
+        """Takes a generation whose server failed out of its loop."""
+        self._routed.submit(self._repair, sequence, error)
+
+    def _repair(self, sequence: Sequence, error: SpanError) -> None:
+        with self._failing(sequence):
+            self._replace_span(sequence, error)
+            self._join(sequence)
+
+    def _replace_span(self, sequence: Sequence, error: SpanError) -> None:
+        assert self._swarm is not None
+        assert sequence.sessions is not None
+        if sequence.setbacks.count_at(sequence.cached) > MAX_SETBACKS:
+            raise error.error
+        sequence.sessions = self._swarm.repair(sequence.sessions, _need(sequence), sequence.cached, error)
 
     def _join(self, sequence: Sequence) -> None:
         """Into the loop, long prompts by way of the ranges."""
@@ -176,6 +217,7 @@ class GenerateEngine:
         adapter = AdapterTable(self._table.database).name(session.adapter)
         if request.adapter not in (None, adapter):
             raise InvalidValueError("adapter", request.adapter, f"{adapter!r}, with which the session was opened")
+        request = replace(request, adapter=adapter)
         room = session.max_length - prompt_length
         return self._sequence(request, output, token_ids[:prompt_length], room), session, token_ids[prompt_length:]
 
@@ -183,10 +225,13 @@ class GenerateEngine:
         with self._failing(sequence):
             text, finished = replay(sequence, new_token_ids, self._tokenizer, self._head.vocabulary)
             self._attach(sequence, session)
-            sequence.cached = min(self._blocks.current.steps.length(session.id), len(sequence.token_ids) - 1)
+            if self._swarm is None:
+                sequence.cached = min(self._pins.length(session.id), len(sequence.token_ids) - 1)
             sequence.output.send(text, finished)
             if finished is not None:
                 self._release(sequence)
+            elif self._swarm is not None:
+                self._find_route(self._swarm, sequence)
             else:
                 self._join(sequence)
 
@@ -197,7 +242,7 @@ class GenerateEngine:
             self._running.add(session.id)
         sequence.session_id = session.id
         sequence.log = partial(self._log.append, session)
-        sequence.resources.enter_context(self._blocks.current.steps.held(session.id))
+        sequence.resources.enter_context(self._pins.held(session.id))
         sequence.output.begin(session.id)
 
     @contextmanager
@@ -218,9 +263,25 @@ class GenerateEngine:
             end = len(sequence.token_ids) - 1
             while sequence.cached < end and not sequence.output.cancelled:
                 chunk = sequence.token_ids[sequence.cached : min(sequence.cached + PREFILL_CHUNK, end)]
-                self._run_ranges(self._embedding(torch.tensor([chunk])), sequence.session_id, sequence.cached)
+                hidden_states = self._embedding(torch.tensor([chunk]))
+                if self._swarm is None:
+                    self._run_ranges(hidden_states, sequence.session_id, sequence.cached)
+                else:
+                    self._run_routed(self._swarm, sequence, hidden_states)
                 sequence.cached += len(chunk)
             self._loop.join(sequence)
+
+    def _run_routed(self, swarm: Swarm, sequence: Sequence, hidden_states: torch.Tensor) -> None:
+        """A part of a prompt [1, T, H] through the route of a sequence, which may change on the way."""
+        while True:
+            assert sequence.sessions is not None
+            row = RouteRow(hidden_states[0], sequence.sessions, sequence.cached)
+            (result,) = swarm.run([row], partial(_is_cancelled, sequence))
+            if isinstance(result, torch.Tensor):
+                return
+            if not isinstance(result, SpanError):
+                raise result
+            self._replace_span(sequence, result)
 
     def _step(self, sequences: list[Sequence]) -> list[Prediction | Exception]:
         if all(len(sequence.pending) == 1 for sequence in sequences):
@@ -228,25 +289,44 @@ class GenerateEngine:
                 return list(self._decode(sequences))
         pending = [sequence.pending for sequence in sequences]
         hidden_states = self._embedding(torch.tensor([list(chain.from_iterable(pending))]))
-        results = self._blocks.current.run(
+        results = self._chain.run(
             [
                 BlocksRequest(part, [sequence.session_id], [sequence.cached])
                 for part, sequence in zip(hidden_states.split(list(map(len, pending)), 1), sequences, strict=True)
             ]
         )
-        done = [result[:, -1:] for result in results if isinstance(result, torch.Tensor)]
-        predictions = iter(Prediction.of_rows(self._head(torch.cat(done))[:, 0]) if done else ())
+        return self._predict([result[0] if isinstance(result, torch.Tensor) else result for result in results])
+
+    def _step_routed(self, sequences: list[Sequence]) -> list[Prediction | Exception]:
+        """Of one route."""
+        assert self._swarm is not None
+        pending = [sequence.pending for sequence in sequences]
+        hidden_states = self._embedding(torch.tensor(list(chain.from_iterable(pending)))).split(list(map(len, pending)))
+        rows = [
+            RouteRow(part, sequence.sessions, sequence.cached)
+            for part, sequence in zip(hidden_states, sequences, strict=True)
+            if sequence.sessions is not None
+        ]
+        return self._predict(self._swarm.run(rows, lambda: all(list(map(_is_cancelled, sequences)))))
+
+    def _predict(self, results: Iterable[torch.Tensor | CorollaError]) -> list[Prediction | Exception]:
+        """What follows the hidden states [T, H] of each row; errors stay what they are."""
+        results = list(results)
+        last = [result[-1:] for result in results if isinstance(result, torch.Tensor)]
+        predictions = iter(Prediction.of_rows(self._head(torch.stack(last))[:, 0]) if last else ())
         return [next(predictions) if isinstance(result, torch.Tensor) else result for result in results]
 
     def _decode(self, sequences: list[Sequence]) -> list[Prediction]:
         """One token of each, as one step: the way of nearly all steps."""
         hidden_states = self._embedding(torch.tensor([sequence.pending for sequence in sequences]))
         rows = [Row(sequence.session_id, sequence.cached) for sequence in sequences]
-        (output,) = self._blocks.current.step([Step(hidden_states, rows)])
+        (output,) = self._chain.step([Step(hidden_states, rows)])
         return Prediction.of_rows(self._head(output)[:, 0])
 
     def _release(self, sequence: Sequence) -> None:
         sequence.resources.close()
+        if self._swarm is not None and sequence.sessions is not None:
+            self._swarm.release(sequence.sessions.spans)
         if not sequence.session_id:
             return
         self._running.discard(sequence.session_id)
@@ -254,6 +334,15 @@ class GenerateEngine:
             self._table.close(sequence.session_id)
         except UnknownSessionError:
             logger.info("the session of a generation was closed by somebody else")
+
+
+def _need(sequence: Sequence) -> Need:
+    return Need(
+        max_length=len(sequence.prompt_ids) + sequence.max_tokens,
+        adapter=sequence.request.adapter or "",
+        own_id=sequence.session_id,
+        is_cancelled=partial(_is_cancelled, sequence),
+    )
 
 
 def _is_cancelled(sequence: Sequence) -> bool:

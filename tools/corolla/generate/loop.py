@@ -9,6 +9,7 @@ from threading import Lock, Thread
 from corolla.generate.admission import AdmissionQueue, Preparer
 from corolla.generate.channel import BatchChannel
 from corolla.generate.sequence import Prediction, Sequence, StepFunction
+from corolla.remote.trip import SpanError
 
 logger = logging.getLogger(__name__)
 
@@ -32,14 +33,24 @@ class LoopLimits:
 class GenerateLoop:
     """One thread that owns the model. `release` is called once for every sequence that leaves, however it ends.
 
+    A sequence whose step failed on another server is not ended but given to `rescue`; it is no part of the loop then.
+
     Newcomers go through the admission queue into batches, which a second thread prepares, and through the batch
     channel into the loop. Each turn runs the prompts of at most one such batch and one step of everybody else, so
     that no prompt holds up running generations for longer than its own step.
     """
 
-    def __init__(self, step: StepFunction, release: Callable[[Sequence], None], limits: LoopLimits) -> None:
+    def __init__(
+        self,
+        step: StepFunction,
+        release: Callable[[Sequence], None],
+        limits: LoopLimits,
+        rescue: Callable[[Sequence, SpanError], None] | None = None,
+    ) -> None:
         self._step = step
         self._release = release
+        self._rescue = rescue
+        self._interrupted: list[tuple[Sequence, SpanError]] = []
         self._max_batch_size = limits.max_batch_size
         self.queue = AdmissionQueue()
         self.channel: BatchChannel[list[Sequence]] = BatchChannel(limits.channel_capacity)
@@ -77,6 +88,8 @@ class GenerateLoop:
             for start in range(0, len(self._running), self._max_batch_size):
                 self._advance(self._running[start : start + self._max_batch_size])
             self._running = [sequence for sequence in self._running if sequence.session_id]
+            if self._interrupted:
+                self._hand_over()
         self.preparer.join()
         left = [*self._running, *(s for batch in self.channel.drain() for s in batch), *self.queue.remove(bool)]
         for sequence in left:
@@ -108,12 +121,22 @@ class GenerateLoop:
 
     def _accept(self, sequence: Sequence, result: Prediction | Exception) -> None:
         joining = len(sequence.pending) > 1
-        if isinstance(result, Exception):
+        if isinstance(result, SpanError) and self._rescue is not None:
+            self._interrupted.append((sequence, result))
+        elif isinstance(result, Exception):
             self._leave(sequence, result)
         elif sequence.accept(result) is not None:
             self._leave(sequence)
         elif joining:
             self._running.append(sequence)
+
+    def _hand_over(self) -> None:
+        interrupted, self._interrupted = self._interrupted, []
+        gone = {id(sequence) for sequence, _ in interrupted}
+        self._running = [sequence for sequence in self._running if id(sequence) not in gone]
+        for sequence, error in interrupted:
+            assert self._rescue is not None
+            self._rescue(sequence, error)
 
     def _leave(self, sequence: Sequence, error: Exception | None = None) -> None:
         if error is not None:

@@ -8,6 +8,7 @@ from typing import Protocol
 from corolla.generate.request import GenerationRequest
 from corolla.generate.sampling import Prediction, TokenChooser
 from corolla.generate.text import TextStream
+from corolla.remote.sessions import RouteSessions
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,20 @@ class Output(Protocol):
         """Ends the output with an error."""
 
 
+@dataclass
+class Setbacks:
+    """How often a generation failed at one position."""
+
+    _position: int = -1
+    _count: int = 0
+
+    def count_at(self, position: int) -> int:
+        """Counts one more; starts anew where there was progress."""
+        self._count = self._count + 1 if position == self._position else 1
+        self._position = position
+        return self._count
+
+
 def _keep_no_log(position: int, token_id: int) -> None:
     """For generations that nobody has to go on with."""
 
@@ -48,7 +63,7 @@ class Sequence:
     """A generation in progress: `token_ids` are prompt and new tokens, the first `cached` of them in the cache.
 
     `log` is told every new token and its position before the text is sent. `resources` are freed by whoever
-    lets the sequence go.
+    lets the sequence go. `sessions` are those on the way through other servers, if there are any.
     """
 
     request: GenerationRequest
@@ -61,6 +76,8 @@ class Sequence:
     cached: int = 0
     log: Callable[[int, int], None] = _keep_no_log
     resources: ExitStack = field(default_factory=ExitStack)
+    sessions: RouteSessions | None = None
+    setbacks: Setbacks = field(default_factory=Setbacks)
     token_ids: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:

@@ -49,5 +49,9 @@ class RecordPins:
             self._lock(fcntl.F_OFD_SETLK, fcntl.F_UNLCK, record)
             return True
 
+    def close(self) -> None:
+        """Gives all pins back; the object is of no use any more."""
+        os.close(self._descriptor)
+
     def _lock(self, command: int, kind: int, record: int) -> None:
         fcntl.fcntl(self._descriptor, command, _FLOCK.pack(kind, os.SEEK_SET, record, 1, 0))

@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from corolla.kv.layout import KVLayout
+from corolla.kv.run_directory import USED
 from corolla.kv.shared_memory import map_array
 
 CLOSED = 0
@@ -26,7 +27,7 @@ class SessionRecords:
     def __init__(self, directory: Path, layout: KVLayout) -> None:
         records, blocks = layout.pages, layout.blocks
         self.epochs: NDArray[np.int64] = map_array(directory / "epochs", (records,), np.dtype(np.int64))
-        self.used: NDArray[np.int64] = map_array(directory / "used", (records,), np.dtype(np.int64))
+        self.used: NDArray[np.int64] = map_array(directory / USED, (records,), np.dtype(np.int64))
         self.lengths: NDArray[np.int32] = map_array(directory / "lengths", (records, blocks), np.dtype(np.int32))
         self.marks: NDArray[np.int64] = map_array(directory / "marks", (records, blocks, 2), np.dtype(np.int64))
 

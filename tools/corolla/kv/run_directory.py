@@ -14,6 +14,8 @@ from corolla.processes import ProcessIdentity
 
 SHARED_MEMORY = Path("/dev/shm")
 ENVIRONMENT_VARIABLE = "COROLLA_RUN_DIR"
+SESSIONS, USED, PINS = "sessions.sqlite", "used", "pins"
+"""Files in it: the session table, when each record was last used, and who uses it now."""
 
 
 def run_directory() -> Path:

@@ -12,10 +12,11 @@ import numpy as np
 from corolla.errors import InvalidValueError, NotFoundError, OverloadedError
 from corolla.kv import adapters
 from corolla.kv.database import Database
+from corolla.kv.draining import DrainingError, is_draining
 from corolla.kv.layout import KVLayout
 from corolla.kv.pins import RecordPins
 from corolla.kv.records import CLOSED, SessionRecords, now_ns
-from corolla.kv.run_directory import prepared_run_directory
+from corolla.kv.run_directory import PINS, SESSIONS, prepared_run_directory
 from corolla.kv.session import CacheStatus, OpenRequest, Session, SessionStatus
 from corolla.processes import ProcessIdentity
 
@@ -63,20 +64,23 @@ class SessionTable:
 
     def __init__(self, directory: Path, layout: KVLayout, context_length: int) -> None:
         self.layout = layout
+        self._directory = directory
         self._longest = min(context_length, layout.slots)
-        self.database = Database(directory / "sessions.sqlite")
+        self.database = Database(directory / SESSIONS)
         with prepared_run_directory(directory, layout):
             self.records = SessionRecords(directory, layout)
-            self.pins = RecordPins(directory / "pins")
+            self.pins = RecordPins(directory / PINS)
             self.database.connection().execute(_SCHEMA + adapters.SCHEMA).fetchall()
 
     def open(self, request: OpenRequest, is_cancelled: Callable[[], bool] = lambda: False) -> Session:
         """Reserves pages for `request.max_length` positions, waiting its turn up to `request.timeout`.
 
-        Raises InvalidValueError for a length that could never fit, UnknownAdapterError, and CacheFullError when the
-        timeout ends or `is_cancelled` tells that nobody waits for the session any more.
+        Raises InvalidValueError for a length that could never fit, UnknownAdapterError, DrainingError, and
+        CacheFullError when the timeout ends or `is_cancelled` tells that nobody waits for the session any more.
         """
         self.check(request)
+        if is_draining(self._directory):
+            raise DrainingError
         session_id = secrets.token_hex(16)
         deadline = now_ns() + int(request.timeout * 1e9)
         with self.database.transaction() as connection:

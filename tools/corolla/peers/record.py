@@ -22,7 +22,7 @@ class PeerRecordError(CorollaError):
 
 @dataclass(frozen=True)
 class Throughput:
-    """Tokens per second that one block of a server takes: see corolla.peers.throughput.
+    """Tokens per second that one block of a server takes: see corolla.planning.throughput.
 
     `inference` in steps of one token, `forward` in forwards of 1024, `network` as hidden states over the wire.
     """

@@ -2,6 +2,7 @@
 
 import os
 import secrets
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,12 +12,11 @@ from filelock import FileLock
 
 from corolla.errors import EnvironmentProblemError, InvalidValueError
 from corolla.kv.database import Database
-from corolla.kv.records import now_ns
-from corolla.kv.run_directory import SHARED_MEMORY
 from corolla.peers.location import RegistryLocation
 from corolla.peers.record import PeerRecord, Peers
 from corolla.peers.registry import PeerIdTakenError, RegistryAwayError, read_records
 from corolla.peers.watch import Closing
+from corolla.server.checks import SHARED_MEMORY
 
 POLL_SECONDS = 0.2
 """How often a watch looks whether anything was written."""
@@ -73,7 +73,7 @@ class SqliteRegistry:
                 for row in connection.execute(
                     "SELECT DISTINCT model FROM peers JOIN owners USING (owner) WHERE boot = ? AND expires_ns > ?"
                     " ORDER BY model",
-                    (self._boot, now_ns()),
+                    (self._boot, _now_ns()),
                 )
             ]
 
@@ -85,7 +85,7 @@ class SqliteRegistry:
             with self._connected() as connection:
                 if self._opened and self._opened[0] != identity:
                     raise RegistryAwayError(self._url, "another file has taken its place")
-                if connection.pragma("data_version") == version and now_ns() < expires_ns:
+                if connection.pragma("data_version") == version and _now_ns() < expires_ns:
                     continue
             records, version, expires_ns = self._list(model)
             yield records
@@ -100,7 +100,7 @@ class SqliteRegistry:
             rows = connection.execute(
                 "SELECT record, expires_ns FROM peers JOIN owners USING (owner) WHERE model = ? AND boot = ?"
                 " AND expires_ns > ?",
-                (model, self._boot, now_ns()),
+                (model, self._boot, _now_ns()),
             ).fetchall()
         return read_records(row[0] for row in rows), version, min((row[1] for row in rows), default=2**63)
 
@@ -109,7 +109,7 @@ class SqliteRegistry:
         connection.execute(
             "INSERT INTO owners (owner, boot, expires_ns) VALUES (?, ?, ?)"
             " ON CONFLICT (owner) DO UPDATE SET expires_ns = excluded.expires_ns",
-            (self._owner, self._boot, now_ns() + self._ttl_ns),
+            (self._owner, self._boot, _now_ns() + self._ttl_ns),
         )
         connection.executemany(
             "INSERT INTO peers (model, peer_id, owner, record) VALUES (?, ?, ?, ?) ON CONFLICT (model, peer_id)"
@@ -130,7 +130,7 @@ class SqliteRegistry:
         with self._connected() as connection:
             connection.execute("BEGIN IMMEDIATE")
             try:
-                connection.execute("DELETE FROM owners WHERE boot != ? OR expires_ns <= ?", (self._boot, now_ns()))
+                connection.execute("DELETE FROM owners WHERE boot != ? OR expires_ns <= ?", (self._boot, _now_ns()))
                 connection.execute("DELETE FROM peers WHERE owner NOT IN (SELECT owner FROM owners)")
                 yield connection
             except BaseException:
@@ -151,6 +151,10 @@ class SqliteRegistry:
 
     def _path(self) -> Path:
         return self._file or _default_file()
+
+
+def _now_ns() -> int:
+    return time.clock_gettime_ns(time.CLOCK_BOOTTIME)
 
 
 def _identity(path: Path) -> tuple[int, int] | None:

@@ -1,6 +1,6 @@
 """A dry run of real blocks in a process of its own: what it takes of memory, and how long its steps take.
 
-python -m corolla.planning.dry_run REPOSITORY JSON
+python -m corolla.planning.dry_run REPOSITORY JSON measure
 """
 
 import json
@@ -13,11 +13,15 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from corolla.errors import CorollaError
 from corolla.kv.run_directory import ENVIRONMENT_VARIABLE, SHARED_MEMORY
 from corolla.server.processes import die_with_parent
 from corolla.threads import let_idle_threads_sleep
+
+if TYPE_CHECKING:
+    from corolla.planning.running_blocks import RunningBlocks
 
 
 @dataclass(frozen=True)
@@ -63,37 +67,55 @@ class Outcome:
 
 def dry_run(repository: Path, run: DryRun) -> Outcome:
     """Runs the blocks as the `chain` of a repository runs them. CorollaError with what went wrong."""
-    environment = dict(os.environ)
-    let_idle_threads_sleep(environment)
-    command = [sys.executable, "-m", "corolla.planning.dry_run", str(repository), json.dumps(asdict(run))]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, preexec_fn=die_with_parent())
-    lines = done.stdout.splitlines()
-    if done.returncode or not lines:
-        raise CorollaError(f"blocks {run.start}:{run.end} cannot be run to measure them; see the messages above")
+    lines = _in_process(repository, run, "measure").splitlines()
     return Outcome(**json.loads(lines[-1]))
 
 
+def prepare(repository: Path, run: DryRun) -> None:
+    """Makes sure that weights are prepared and decoders compiled, in a process apart: what does it grows by that."""
+    _in_process(repository, run, "prepare")
+
+
+def _in_process(repository: Path, run: DryRun, what: str) -> str:
+    """What it prints."""
+    environment = dict(os.environ)
+    let_idle_threads_sleep(environment)
+    command = [sys.executable, "-m", "corolla.planning.dry_run", str(repository), json.dumps(asdict(run)), what]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, preexec_fn=die_with_parent())
+    if done.returncode:
+        raise CorollaError(f"blocks {run.start}:{run.end} cannot be run to measure them; see the messages above")
+    return done.stdout
+
+
 def main() -> None:
-    """The process itself; writes the outcome in JSON."""
-    repository, run = Path(sys.argv[1]), DryRun(**json.loads(sys.argv[2]))
+    """The process itself; prints the outcome in JSON."""
+    repository, run, what = Path(sys.argv[1]), DryRun(**json.loads(sys.argv[2])), sys.argv[3]
     with tempfile.TemporaryDirectory(prefix="corolla-dry-run-", dir=SHARED_MEMORY) as folder:
         os.environ[ENVIRONMENT_VARIABLE] = folder
         try:
-            outcome = _run(repository, run, Path(folder))
+            if what == "prepare":
+                _open(repository, run)
+            else:
+                print(json.dumps(asdict(_run(repository, run, Path(folder)))))
         except CorollaError as error:
             sys.exit(f"corolla: {error}")
-    print(json.dumps(asdict(outcome)))
 
 
-def _run(repository: Path, run: DryRun, folder: Path) -> Outcome:
-    """Imports come first, as what they take is measured apart."""
-    from corolla.generate.engine import GenerateEngine  # noqa: F401  (what `generate` imports besides)
+def _open(repository: Path, run: DryRun) -> "RunningBlocks":
     from corolla.planning.running_blocks import RunningBlocks
     from corolla.repository.reading import served_model
 
     model = served_model(repository, "chain")
+    return RunningBlocks(model, range(run.start, run.end), run.cache_tokens, ends=run.ends)
+
+
+def _run(repository: Path, run: DryRun, folder: Path) -> Outcome:
+    """Imports come first, as what they take is measured apart."""
+    import corolla.generate.engine
+    import corolla.planning.running_blocks  # noqa: F401
+
     before = _memory(folder)
-    blocks = RunningBlocks(model, range(run.start, run.end), run.cache_tokens, ends=run.ends)
+    blocks = _open(repository, run)
     blocks.step_in_all_ways()
     forward = _median("forwards", lambda _: blocks.forward(), run.forwards, run.seconds)
     with blocks.stepping(run.steps) as step:

@@ -16,7 +16,7 @@ from corolla.checkpoint.disk_cache import DiskCache
 from corolla.checkpoint.source import open_checkpoint
 from corolla.kernels.build import processor_flags
 from corolla.model.batch_sizes import COMPILED
-from corolla.planning.dry_run import DryRun, Outcome, dry_run
+from corolla.planning.dry_run import DryRun, Outcome, dry_run, prepare
 from corolla.planning.quantity import Origin
 from corolla.planning.reserve import ProcessMemory
 from corolla.planning.sizes import WeightForm, block_bytes
@@ -25,7 +25,7 @@ from corolla.repository.reading import served_model
 from corolla.serving.parameters import ServedModel
 from corolla.threads import thread_count
 
-FORMAT = 1
+FORMAT = 2
 MOST_BLOCKS = 8
 MOST_BYTES = 4 * 2**30
 """As many blocks are run, and as many bytes of them: more than caches of processors hold, less than takes long."""
@@ -94,8 +94,9 @@ def measured(repository: Path, *, again: bool = False) -> Outcome:
 
     def run(target: Path) -> None:
         first = model.blocks.start
-        outcome = dry_run(repository, DryRun(first, first + _most_blocks(model), ends=conditions.ends))
-        target.write_text(json.dumps(asdict(outcome)))
+        blocks = DryRun(first, first + _most_blocks(model), ends=conditions.ends)
+        prepare(repository, blocks)
+        target.write_text(json.dumps(asdict(dry_run(repository, blocks))))
 
     return _read(DiskCache.default().file(name, run))
 

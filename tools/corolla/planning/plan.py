@@ -45,7 +45,7 @@ class Setup:
     """What decides how much memory a server takes; see corolla.repository.plan.RepositoryPlan.
 
     `blocks` are those it may host, the first ones first. Ranges are of `range_size` blocks, or of half of them with 0;
-    `ends` are hosted by the server of the first device.
+    `ends` are hosted by the server of the first device. With `span`, others can run the blocks.
     """
 
     config: PretrainedConfig
@@ -58,6 +58,7 @@ class Setup:
     page_size: int = DEFAULT_PAGE_SIZE
     range_size: int = 0
     ends: bool = True
+    span: bool = False
     adapter_bytes: int = 0
     process: ProcessMemory | None = None
     """As measured by a dry step; None for the usual."""
@@ -236,7 +237,7 @@ def _add_reserve(setup: Setup, blocks: int, numbers: Numbers) -> int:
     usual = setup.process or usual_memory(setup.config, setup.dtype.torch.itemsize, setup.device)
     origin = usual.origin
     ranges = setup.ranges(blocks)
-    processes = Processes.of(ranges, setup.shards, setup.device, ends=setup.ends)
+    processes = Processes.of(ranges, setup.shards, setup.device, ends=setup.ends, span=setup.span)
     on_host = setup.device == "cpu"
     server = numbers.add(
         "server_bytes", SERVER_BYTES if on_host else 0, BYTES, "tritonserver, corolla serve", Origin.CONSTANT
@@ -244,7 +245,7 @@ def _add_reserve(setup: Setup, blocks: int, numbers: Numbers) -> int:
     libraries = numbers.add("library_bytes", usual.libraries, BYTES, "mapped by every process", origin)
     private = numbers.add("process_bytes", usual.private, BYTES, "of each process before its first step", origin)
     work = numbers.add("work_bytes", usual.work, BYTES, usual.formula, origin)
-    models = f"{ranges} ranges, chain" + (", generate" if setup.ends else "")
+    models = f"{ranges} ranges, chain" + (", span" if setup.span else "") + (", generate" if setup.ends else "")
     shards = f", each in {setup.shards} shards" if setup.shards > 1 and on_host else ""
     working = numbers.add("working_processes", processes.working, COUNT, models + shards, Origin.COMPUTED)
     others = ", ".join([*(["embed", "head"] if setup.ends else []), *(["sessions"] if on_host else [])])

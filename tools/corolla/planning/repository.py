@@ -22,6 +22,7 @@ def planned(plan: RepositoryPlan, out: Path) -> MachinePlan | None:
         return None
     memories = memories[: plan.tensor_parallel] if plan.device != "cpu" else memories
     sources = [_resolved(source, out) for source in plan.adapters.values()]
+    span = plan.span or bool(plan.registry)
     outcome = known(Conditions.of_plan(plan))
     setup = Setup(
         config=plan.config,
@@ -33,10 +34,11 @@ def planned(plan: RepositoryPlan, out: Path) -> MachinePlan | None:
         shards=plan.tensor_parallel,
         page_size=plan.page_size,
         ends=plan.ends,
+        span=span,
         adapter_bytes=bytes_of_adapters(sources, plan.config),
         process=process_memory(outcome) if outcome else None,
     )
-    processes = Processes.of(len(plan.ranges), plan.tensor_parallel, plan.device, ends=plan.ends)
+    processes = Processes.of(len(plan.ranges), plan.tensor_parallel, plan.device, ends=plan.ends, span=span)
     given = {"num_blocks": len(plan.hosted), "working_processes": processes.working}
     return make_plan(setup, memories, shared_memory_free(), given | {"attn_cache_tokens": plan.cache_tokens})
 

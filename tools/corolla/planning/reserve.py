@@ -62,13 +62,13 @@ class Processes:
     idle: int
 
     @classmethod
-    def of(cls, ranges: int, shards: int, device: str, *, ends: bool) -> "Processes":
+    def of(cls, ranges: int, shards: int, device: str, *, ends: bool, span: bool = False) -> "Processes":
         """Of a server with so many block ranges, in shards on as many devices, or all on the CPU.
 
-        `chain` and each range run blocks, and `generate` where the ends are; `embed` and `head` do not, nor does
-        `sessions`, which is never on a GPU.
+        `chain` and each range run blocks, `span` where there is one, and `generate` where the ends are; `embed` and
+        `head` do not, nor does `sessions`, which is never on a GPU.
         """
-        working = ranges + 1 + ends
+        working = ranges + 1 + span + ends
         idle = 2 * ends + (device == "cpu")
         return cls(working * (shards if device == "cpu" else 1), idle)
 

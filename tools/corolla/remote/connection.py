@@ -5,7 +5,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import count
-from threading import Condition, Thread
+from threading import Condition, Thread, current_thread
 
 from tritonclient.grpc.service_pb2 import ModelInferRequest, ModelInferResponse
 
@@ -15,7 +15,7 @@ from corolla.remote.tensors import from_response, to_request
 from corolla.wire.messages import SpanOutput, SpanStep
 
 TICK = 0.05
-"""Seconds between looks for steps whose time is over."""
+"""Seconds between looks for steps whose time is over, and for a server that says nothing any more."""
 FIRST_BACKOFF, LONGEST_BACKOFF = 0.1, 5.0
 """Seconds after a failed attempt to connect for which steps fail at once; doubled each time."""
 
@@ -28,6 +28,7 @@ def _ignore(handed: bool) -> None:
 class _Pending:
     request: ModelInferRequest
     answer: Future[SpanOutput]
+    since: float
     deadline: float
     on_handed: Callable[[bool], None]
 
@@ -77,9 +78,10 @@ class PeerConnection:
         worked so far.
         """
         number = str(next(self._numbers))
-        deadline = time.monotonic() + (step.timeout if timeout is None else timeout)
+        now = time.monotonic()
+        deadline = now + (step.timeout if timeout is None else timeout)
         request = to_request(step, number, acknowledge=acknowledge)
-        pending = _Pending(request, Future(), deadline, on_handed)
+        pending = _Pending(request, Future(), now, deadline, on_handed)
         with self._changed:
             refusal = self._refusal()
             if refusal is None and self._stream is not None:
@@ -99,12 +101,18 @@ class PeerConnection:
         """Steps without an answer yet."""
         return len(self._sent) + len(self._unsent)
 
+    @property
+    def suspect(self) -> bool:
+        """Whether it broke, or could not be made, and has not been made again."""
+        return self._stream is None and bool(self._failure)
+
     def close(self) -> None:
         """Ends the connection; what is outstanding fails."""
         with self._changed:
             self._closed = True
             self._changed.notify()
-        self._thread.join()
+        if current_thread() is not self._thread:
+            self._thread.join()
         self._drop("the connection was closed")
 
     def _refusal(self) -> PeerUnreachableError | None:
@@ -120,7 +128,7 @@ class PeerConnection:
                 self._changed.wait_for(lambda: self._closed or self._unsent, TICK)
             if self._unsent and not self._closed:
                 self._connect()
-            self._expire()
+            self._look()
 
     def _connect(self) -> None:
         try:
@@ -137,7 +145,7 @@ class PeerConnection:
             return
         with self._changed:
             self._stream = stream
-            self._backoff = FIRST_BACKOFF
+            self._backoff, self._failure = FIRST_BACKOFF, ""
             waiting, self._unsent = self._unsent, []
             self._sent |= dict(waiting)
             for _, pending in waiting:
@@ -171,15 +179,20 @@ class PeerConnection:
             stream, self._stream = self._stream, None
             lost = [*self._sent.values(), *(pending for _, pending in self._unsent if self._closed)]
             self._sent.clear()
+            self._failure = f"{self.address}: {reason}"
         if stream is not None:
             stream.close()
         for pending in lost:
             pending.settle(PeerUnreachableError(f"{self.address}: {reason}"))
 
-    def _expire(self) -> None:
+    def _look(self) -> None:
+        """For steps whose time is over, and for a server that says nothing any more."""
         now = time.monotonic()
         with self._changed:
             late = [number for number, pending in self._sent.items() if now > pending.deadline]
             expired = [self._sent.pop(number) for number in late]
+            stream, waiting_since = self._stream, min((pending.since for pending in self._sent.values()), default=now)
         for pending in expired:
             pending.settle(PeerUnreachableError(f"{self.address}: no answer in time"))
+        if stream is not None:
+            stream.check(waiting_since)

@@ -14,12 +14,12 @@ class PeerUnreachableError(PeerError):
 
 
 class PeerRefusalError(PeerError):
-    """It answered with an error; `status` is its name in gRPC, INTERNAL where it said none."""
+    """It answered with an error; `status` is its name in gRPC, UNAVAILABLE where Triton answered for the model."""
 
     def __init__(self, address: str, message: str) -> None:
         super().__init__(f"{address}: {message}")
         found = _STATUS.search(message)
-        self.status = found[1] if found else "INTERNAL"
+        self.status = found[1] if found else "UNAVAILABLE"
 
 
 _STATUS = re.compile(r"\b(INVALID_ARGUMENT|NOT_FOUND|UNAVAILABLE|INTERNAL): ")

@@ -13,6 +13,7 @@ from corolla.checkpoint.resolution import resolve_dtype, resolve_quant
 from corolla.checkpoint.source import Source, find_source, open_checkpoint
 from corolla.errors import InvalidValueError
 from corolla.model.batch_sizes import COMPILED, EAGER, parse_batch_sizes
+from corolla.remote.patience import FAILOVER_TIMEOUT, STEP_TIMEOUT
 from corolla.repository.plan import (
     DEFAULT_BATCH_CHANNEL_CAPACITY,
     DEFAULT_MAX_BATCH_SIZE,
@@ -34,6 +35,9 @@ class Choices:
     span: bool = False
     registry: str = ""
     model_name: str = ""
+    wire: str | None = None
+    step_timeout: float = STEP_TIMEOUT
+    failover_timeout: float = FAILOVER_TIMEOUT
     range_size: int | None = None
     ranges: str | None = None
     dtype: str = "auto"
@@ -76,6 +80,9 @@ def plan_repository(checkpoint: str, out: Path, choices: Choices) -> tuple[Repos
         registry=choices.registry,
         model_id=identity.name,
         revision=identity.revision,
+        wire=choices.wire or "",
+        step_timeout=choices.step_timeout,
+        failover_timeout=choices.failover_timeout,
         device=choices.device,
         max_batch_size=choices.max_batch_size,
         decoder=choices.decoder or (COMPILED if shards == 1 else EAGER),

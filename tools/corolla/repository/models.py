@@ -155,6 +155,10 @@ def _generate(plan: RepositoryPlan) -> ModelConfig:
     model = _backend_model(plan, "generate", "corolla_generate", max_batch_size=1)
     if plan.hosted:
         model.parameters["blocks"].CopyFrom(_parameter(f"{plan.hosted.start}:{plan.hosted.stop}"))
+    if plan.registry:
+        model.parameters["wire"].CopyFrom(_parameter(plan.wire or plan.dtype.name))
+        model.parameters["step_timeout"].CopyFrom(_parameter(f"{plan.step_timeout:g}"))
+        model.parameters["failover_timeout"].CopyFrom(_parameter(f"{plan.failover_timeout:g}"))
     model.model_transaction_policy.decoupled = True
     model.input.append(ModelInput(name="text_input", data_type=TYPE_STRING, dims=[1]))
     model.input.extend(_optional(name, data_type, dims) for name, data_type, dims in _GENERATE_OPTIONS)

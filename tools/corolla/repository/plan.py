@@ -16,6 +16,8 @@ from corolla.model.batch_sizes import COMPILED, check_decoder, default_batch_siz
 from corolla.model.family import family_of
 from corolla.model.sharding import check_shards
 from corolla.quantization import NF4, NONE, check_quant
+from corolla.remote.patience import FAILOVER_TIMEOUT, STEP_TIMEOUT
+from corolla.wire.states import ENCODINGS
 
 DEFAULT_MAX_SHORT_TOKENS = 128
 DEFAULT_MAX_BATCH_SIZE = 16
@@ -35,7 +37,9 @@ class RepositoryPlan:
 
     `blocks` are those that the server hosts, None for all; `ranges` follow each other through them. With `ends` it has
     embedding and head, and generates text. `registry` is where servers of the same model, `model_id` and `revision`,
-    find each other; empty for a server by itself. Others can run its blocks with a `registry` or with `span`.
+    find each other; empty for a server by itself. Others can run its blocks with a `registry` or with `span`. Its
+    generations reach others in the encoding `wire`, empty for that of the dtype; a step there may take `step_timeout`
+    seconds, and the search for another server when one failed `failover_timeout`.
     """
 
     checkpoint: Source
@@ -61,6 +65,9 @@ class RepositoryPlan:
     registry: str = ""
     model_id: str = ""
     revision: str = ""
+    wire: str = ""
+    step_timeout: float = STEP_TIMEOUT
+    failover_timeout: float = FAILOVER_TIMEOUT
 
     def __post_init__(self) -> None:
         family_of(self.config)
@@ -74,6 +81,11 @@ class RepositoryPlan:
             check_adaptable(name, self.tensor_parallel)
         _check_between("batch_channel_capacity", self.batch_channel_capacity, 0, 1024)
         self._check_blocks()
+        if self.wire and self.wire not in ENCODINGS:
+            raise InvalidValueError("wire", self.wire, ", ".join(ENCODINGS))
+        for name in ("step_timeout", "failover_timeout"):
+            if not 0 < getattr(self, name) <= 3600:
+                raise InvalidValueError(name, getattr(self, name), "more than 0, up to 3600 seconds")
         if self.device not in DEVICES:
             raise InvalidValueError("device", self.device, ", ".join(DEVICES))
         _check_between("max_batch_size", self.max_batch_size, 1, 1024)

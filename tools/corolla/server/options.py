@@ -10,6 +10,9 @@ from corolla.server.checks import MIN_SHM_BYTES
 EXIT_TIMEOUT_SECONDS = 20
 """How long tritonserver may wait for requests in flight when it is told to stop."""
 
+DRAIN_TIMEOUT_SECONDS = 30.0
+"""How long sessions in use may go on before that."""
+
 _FALSE = ("false", "False", "0", "off")
 
 
@@ -30,6 +33,8 @@ class ServerOptions:
     min_shm_bytes: int = MIN_SHM_BYTES
     announce_address: str | None = None
     """HOST or HOST:PORT at which other servers reach this one's gRPC endpoint; None: as `announced_address` says."""
+    drain_timeout: float = DRAIN_TIMEOUT_SECONDS
+    """Seconds that sessions in use have to end, or to go on elsewhere, when the server is to stop."""
 
     def __post_init__(self) -> None:
         if not self.repository.is_dir():
@@ -71,7 +76,6 @@ class ServerOptions:
         ours = [
             f"--backend-directory={backend_directory}",
             f"--exit-timeout-secs={EXIT_TIMEOUT_SECONDS}",
-            "--grpc-http2-max-ping-strikes=0",  # other servers ask often whether this one is alive
         ]
         for service, port in ports.items():
             ours += [f"--{service}-address={self.host}", f"--{service}-port={port}"]

@@ -8,12 +8,13 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TextIO
 
 from corolla.errors import CorollaError
 from corolla.server.checks import require_checks
+from corolla.server.drain import Drain
 from corolla.server.endpoints import Endpoints, choose_endpoints
 from corolla.server.installation import Installation, find_backends
 from corolla.server.options import ServerOptions
@@ -56,20 +57,39 @@ class Supervisor:
         options: ServerOptions,
         on_ready: Callable[[ReadyServer], None] = lambda ready: None,
         sink: TextIO = sys.stderr,
+        on_down: Callable[[bool], None] = lambda stopping: None,
     ) -> None:
-        """`on_ready` is called at each start, `sink` gets the output of tritonserver and its models."""
+        """`on_ready` is called at each start, `sink` gets the output of tritonserver and its models.
+
+        `on_down` is called after each start: with True when it is to stop, before sessions are waited for, with False
+        when it died.
+        """
         self._options = options
         self._on_ready = on_ready
+        self._on_down = on_down
         self._sink = sink
         self._wake = os.eventfd(0, os.EFD_CLOEXEC)
-        self._stopping = threading.Event()
+        self._change: Callable[[], Path] | None = None
+        self._leaving = threading.Event()
+        self._ending = threading.Event()
         self._hurry = threading.Event()
+        self._drain: Drain | None = None
+        self._served = False
 
     def stop(self) -> None:
-        """Ends `run` soon; called again, at once."""
-        if self._stopping.is_set():
+        """Ends `run` when the sessions in use have ended or have had their time; called again, at once."""
+        if self._ending.is_set():
             self._hurry.set()
-        self._stopping.set()
+        self._ending.set()
+        self._leave()
+
+    def change(self, write: Callable[[], Path]) -> None:
+        """Lets sessions end as `stop` does, and serves the repository that `write` gives when nothing is served."""
+        self._change = write
+        self._leave()
+
+    def _leave(self) -> None:
+        self._leaving.set()
         os.eventfd_write(self._wake, 1)
 
     def run(self) -> None:
@@ -91,9 +111,12 @@ class Supervisor:
                 with TritonServer(
                     self._options, endpoints, installation, backends, directory, self._sink, self._wake
                 ) as server:
-                    reason = self._serve(server, directory, first=not restarts)
-                if reason is None:
+                    reason = self._serve(server, directory)
+                if self._ending.is_set():
                     return
+                if reason is None:
+                    self._make_change(directory)
+                    continue
                 now = time.monotonic()
                 if len(restarts) == MAX_RESTARTS and now - restarts[0] < RESTART_WINDOW_SECONDS:
                     raise ServerFailedError(
@@ -106,33 +129,63 @@ class Supervisor:
         finally:
             directory.remove()
 
-    def _serve(self, server: TritonServer, directory: RunDirectory, first: bool) -> str | None:
-        """Serves with one tritonserver; returns why another is needed, or None when stopped."""
-        started = server.wait_until_started(self._stopping)
+    def _make_change(self, directory: RunDirectory) -> None:
+        """Between two tritonservers; what was served before is served again when it fails."""
+        directory.clear()
+        change, self._change, self._drain = self._change, None, None
+        self._leaving.clear()
+        if self._ending.is_set():
+            self._leaving.set()
+        elif change is not None:
+            try:
+                self._options = replace(self._options, repository=change())
+            except (CorollaError, OSError) as error:
+                _LOG.error("going on with %s: %s", self._options.repository, error)
+
+    def _serve(self, server: TritonServer, directory: RunDirectory) -> str | None:
+        """Serves with one tritonserver; returns why another is needed, or None when it has been left."""
+        started = server.wait_until_started(self._leaving)
         if started:
             if not server.http.is_ready():
                 unavailable = [name for name, state in server.http.model_states().items() if state != "READY"]
                 _LOG.warning("these models are not available: %s", ", ".join(sorted(unavailable)))
+            self._served = True
             self._on_ready(ReadyServer(server.endpoints, server.pid, directory.path))
-            reason = _Watch(server, self._stopping, self._wake).run()
-        if self._stopping.is_set():
+            reason = _Watch(server, self._wake, self._hurry, lambda: self._is_drained(directory)).run()
+            if reason is not None:
+                self._on_down(False)
+        if self._leaving.is_set():
             if started:
                 server.stop(self._hurry)
             return None
         if not started:
             reason = f"{server.ending()} before it was ready:\n  " + "\n  ".join(server.log.failures())
-            if first:
+            if not self._served:
                 raise ServerFailedError(f"tritonserver {reason}")
         return reason
+
+    def _is_drained(self, directory: RunDirectory) -> bool:
+        """Is tritonserver to be stopped now?"""
+        if not self._leaving.is_set():
+            return False
+        if self._drain is None:
+            self._on_down(True)
+            self._drain = Drain(directory.path, self._options.drain_timeout)
+        return self._drain.over()
 
 
 class _Watch:
     """Watches one tritonserver that answers, and recovers its models."""
 
-    def __init__(self, server: TritonServer, stopping: threading.Event, wake: int) -> None:
+    def __init__(
+        self, server: TritonServer, wake: int, hurry: threading.Event, is_drained: Callable[[], bool]
+    ) -> None:
+        """Ends at once with `hurry`, and when the server `is_drained`."""
         self._server = server
-        self._stopping = stopping
         self._wake = wake
+        self._hurry = hurry
+        self._is_drained = is_drained
+        self._over = threading.Event()
         endpoints = server.endpoints
         self._client_ports = [endpoint.port for endpoint in (endpoints.http, endpoints.grpc) if endpoint]
         self._deaths: list[Death] = []
@@ -142,19 +195,28 @@ class _Watch:
 
     def run(self) -> str | None:
         """Returns why tritonserver must be started again, or None when it is to be stopped."""
-        while not self._stopping.is_set():
-            busy = self._deaths or self._recovering or self._server.stubs.unsettled()
-            self._server.watch(_BUSY_POLL_SECONDS if busy else _IDLE_POLL_SECONDS)
-            ending = self._server.ending()
-            if ending or self._failure:
-                return ending or f"has to be restarted: {self._failure}"
-            for death in self._server.stubs.deaths():
-                stub = death.stub
-                named = f"model {stub.model} ({stub.instance}, process {stub.process.pid})"
-                _LOG.error("the stub of %s %s", named, death.cause)
-                self._deaths.append(death)
-            if self._deaths:
-                self._recover_models()
+        try:
+            while not self._hurry.is_set() and not self._is_drained():
+                reason = self._turn()
+                if reason is not None:
+                    return reason
+            return None
+        finally:
+            self._over.set()
+
+    def _turn(self) -> str | None:
+        busy = self._deaths or self._recovering or self._server.stubs.unsettled()
+        self._server.watch(_BUSY_POLL_SECONDS if busy else _IDLE_POLL_SECONDS)
+        ending = self._server.ending()
+        if ending or self._failure:
+            return ending or f"has to be restarted: {self._failure}"
+        for death in self._server.stubs.deaths():
+            stub = death.stub
+            named = f"model {stub.model} ({stub.instance}, process {stub.process.pid})"
+            _LOG.error("the stub of %s %s", named, death.cause)
+            self._deaths.append(death)
+        if self._deaths:
+            self._recover_models()
         return None
 
     def _recover_models(self) -> None:
@@ -177,13 +239,13 @@ class _Watch:
             recovery = Recovery(self._server.http, self._server.pid, self._client_ports, death)
             recovery.unload()
             threading.Thread(target=self._end_hanging_streams, args=(recovery,), daemon=True).start()
-            self._stopping.wait(self._delay(death.stub.model))
-            recovery.load(self._stopping)
+            self._over.wait(self._delay(death.stub.model))
+            recovery.load(self._over)
         self._recovering.discard(death.stub.model)
 
     def _end_hanging_streams(self, recovery: Recovery) -> None:
         with self._restart_if_impossible():
-            recovery.end_hanging_streams(self._stopping)
+            recovery.end_hanging_streams(self._over)
 
     @contextmanager
     def _restart_if_impossible(self) -> Iterator[None]:

@@ -12,6 +12,7 @@ from corolla.dtypes import DType, dtype_named
 from corolla.errors import CorollaError, InvalidValueError
 from corolla.model.batch_sizes import EAGER, check_decoder, joined, parse_batch_sizes, preferred_batch_sizes
 from corolla.quantization import check_quant
+from corolla.remote.patience import FAILOVER_TIMEOUT, STEP_TIMEOUT
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,8 @@ class ServedModel:
     `blocks` is empty where the model hosts none; `threads` 0 means one per core of the machine.
     `decoder_batch_sizes`, descending, is empty with the eager decoder. Block ranges run in `tensor_parallel` shards.
     `adapters` are loaded when the server starts. `registry` is where other servers of the same model, `model_id` and
-    `revision`, are found; empty without others.
+    `revision`, are found; empty without others. For `generate` alone, `wire` is how hidden
+    states travel to them; see RepositoryPlan.
     """
 
     name: str
@@ -41,6 +43,9 @@ class ServedModel:
     registry: str = ""
     model_id: str = ""
     revision: str = ""
+    wire: str = ""
+    step_timeout: float = STEP_TIMEOUT
+    failover_timeout: float = FAILOVER_TIMEOUT
 
     @property
     def packed(self) -> bool:
@@ -72,6 +77,9 @@ class ServedModel:
                 registry=values["registry"],
                 model_id=values["model_id"],
                 revision=values["revision"],
+                wire=values.get("wire", ""),
+                step_timeout=float(values.get("step_timeout", STEP_TIMEOUT)),
+                failover_timeout=float(values.get("failover_timeout", FAILOVER_TIMEOUT)),
             )
         except KeyError as error:
             raise CorollaError(

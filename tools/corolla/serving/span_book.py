@@ -1,5 +1,6 @@
 """Which steps a span knows: who waits for them, and what came of the last one of each session."""
 
+import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from threading import Lock
@@ -7,6 +8,8 @@ from typing import TypeVar
 
 from corolla.errors import InvalidValueError, OverloadedError
 from corolla.wire.messages import SpanOutput, SpanStep
+
+logger = logging.getLogger(__name__)
 
 Respond = Callable[[SpanOutput | Exception], None]
 """Takes the one answer to a request."""
@@ -26,6 +29,15 @@ class _Waiter:
     respond: Respond
     duplicate: bool
     deadline: float
+
+    def answer(self, outcome: SpanOutput | Exception) -> None:
+        """One who cannot be answered is no reason to leave out the others."""
+        if self.duplicate and isinstance(outcome, SpanOutput):
+            outcome = replace(outcome, duplicate=True)
+        try:
+            self.respond(outcome)
+        except Exception:
+            logger.exception("a step could not be answered")
 
 
 @dataclass
@@ -102,8 +114,7 @@ class StepBook:
                 entry.output = outcome
                 self._keep(key, entry)
         for waiter in waiters:
-            duplicate = isinstance(outcome, SpanOutput) and waiter.duplicate
-            waiter.respond(replace(outcome, duplicate=True) if duplicate else outcome)  # type: ignore[type-var]
+            waiter.answer(outcome)
 
     def expire(self, now: float) -> None:
         """Gives up on steps that did not come in time."""
@@ -118,7 +129,7 @@ class StepBook:
                         del self._entries[key]
             self._waiting -= len(expired)
         for waiter in expired:
-            waiter.respond(OverloadedError("step_id: the step did not come in time; send its hidden_states"))
+            waiter.answer(OverloadedError("step_id: the step did not come in time; send its hidden_states"))
 
     def sessions(self) -> set[str]:
         """Those of which an output is kept."""

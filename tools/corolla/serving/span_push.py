@@ -24,8 +24,11 @@ class Connection(Protocol):
     @property
     def outstanding(self) -> int: ...
 
+    @property
+    def suspect(self) -> bool: ...
+
     def submit(
-        self, step: SpanStep, *, acknowledge: bool, on_handed: Callable[[bool], None]
+        self, step: SpanStep, *, acknowledge: bool, on_handed: Callable[[bool], None] = ...
     ) -> "Future[SpanOutput]": ...
 
     def close(self) -> None: ...
@@ -47,6 +50,11 @@ class Pushes:
             hop.session_ids, step.starts, step.step_id, output, hop.blocks, tuple(rest), timeout=step.timeout
         )
         connection = self._connection(hop.address)
+        if connection.suspect:  # it may take seconds to know; the caller is not to wait for it
+            self._count(False)
+            on_handed(False)
+            connection.submit(following, acknowledge=True).add_done_callback(self._answered)
+            return
         if connection.outstanding >= MAX_OUTSTANDING:
             self._count(False)
             on_handed(False)

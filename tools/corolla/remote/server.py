@@ -1,0 +1,96 @@
+"""Another server as routes use it: its sessions, and steps through its blocks."""
+
+from concurrent.futures import Future
+from threading import Lock
+
+import numpy as np
+import tritonclient.grpc as grpc_client
+from tritonclient.utils import InferenceServerException
+
+from corolla.errors import OverloadedError
+from corolla.remote.connection import PeerConnection
+from corolla.remote.errors import PeerRefusalError, PeerUnreachableError
+from corolla.wire.messages import SpanOutput, SpanStep
+
+CALL_SECONDS = 5.0
+"""Within which a server that works answers a call about sessions."""
+_REFUSALS = ("INVALID_ARGUMENT", "NOT_FOUND")
+_FULL = ("no room for max_length", "requests wait already")
+"""What servers without room say. UNAVAILABLE alone may come from the connection as well."""
+
+
+class RemoteServer:
+    """`address` is host:port of its gRPC endpoint. It is connected to when it is first needed."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._client = grpc_client.InferenceServerClient(address)
+        self._connection = PeerConnection(address)
+
+    def open(self, max_length: int, adapter: str, timeout: float, idle_timeout: float) -> str:
+        """See Peer."""
+        inputs = [
+            _input("operation", "BYTES", "open"),
+            _input("max_length", "INT32", max_length),
+            _input("timeout", "FP32", timeout),
+            _input("idle_timeout", "FP32", idle_timeout),
+        ]
+        if adapter:
+            inputs.append(_input("adapter", "BYTES", adapter))
+        reply = self._call(inputs, timeout + CALL_SECONDS)
+        session_id: str = reply.as_numpy("session_id")[0].decode()
+        return session_id
+
+    def close_session(self, session_id: str) -> None:
+        """See Peer."""
+        self._call([_input("operation", "BYTES", "close"), _input("session_id", "BYTES", session_id)], CALL_SECONDS)
+
+    def submit(self, step: SpanStep, timeout: float) -> "Future[SpanOutput]":
+        """See Peer."""
+        return self._connection.submit(step, timeout)
+
+    def close(self) -> None:
+        """Ends the connection."""
+        self._connection.close()
+        self._client.close()
+
+    def _call(self, inputs: list[grpc_client.InferInput], timeout: float) -> grpc_client.InferResult:
+        try:
+            return self._client.infer("sessions", inputs, client_timeout=timeout)
+        except InferenceServerException as error:
+            status = str(error.status()).removeprefix("StatusCode.")
+            message = f"{self._address}: {error.message()}"
+            if status in _REFUSALS:
+                raise PeerRefusalError(self._address, f"{status}: {error.message()}") from error
+            if any(text in error.message() for text in _FULL):
+                raise OverloadedError(message) from error
+            raise PeerUnreachableError(message) from error
+
+
+class RemoteServers:
+    """One connection to each server that was asked for."""
+
+    def __init__(self) -> None:
+        self._guard = Lock()
+        self._servers: dict[str, RemoteServer] = {}
+
+    def connect(self, address: str) -> RemoteServer:
+        """The connection to a server, made when it is first asked for."""
+        with self._guard:
+            if address not in self._servers:
+                self._servers[address] = RemoteServer(address)
+            return self._servers[address]
+
+    def close(self) -> None:
+        """Ends all connections."""
+        with self._guard:
+            for server in self._servers.values():
+                server.close()
+            self._servers.clear()
+
+
+def _input(name: str, datatype: str, value: str | float) -> grpc_client.InferInput:
+    dtype = {"BYTES": np.object_, "INT32": np.int32, "FP32": np.float32}[datatype]
+    tensor = grpc_client.InferInput(name, [1], datatype)
+    tensor.set_data_from_numpy(np.array([value.encode() if isinstance(value, str) else value], dtype))
+    return tensor
