@@ -40,7 +40,7 @@ class RouteLoops:
             empty = [] if route in self._loops else self._take_empty()
             loop = self._loops.get(route) or self._make(route)
             self._members[route] += 1
-            loop.join(sequence)
+        loop.join(sequence)  # not under the guard: a loop that is stopping releases the sequence at once
         for ended in empty:
             ended.stop()
 
