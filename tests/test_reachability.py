@@ -15,8 +15,9 @@ from corolla.peers.registry import open_registry
 from corolla.reachability import asking, dialing
 from corolla.reachability.address import Address
 from corolla.reachability.announced import announced_address
-from corolla.reachability.asking import HealthListener, ask_peers, listening, registered_peers
+from corolla.reachability.asking import HealthListener, Verdict, ask_peers, listening, registered_peers
 from corolla.reachability.dialing import check_health, dial
+from corolla.reachability.report import report_reachability
 from servers import free_port
 
 
@@ -105,7 +106,7 @@ class TestVerdict:
         """A server `peer` that dials addresses of this machine too, and one `away` that does not answer."""
 
         class Client:
-            def __init__(self, address: str) -> None:
+            def __init__(self, address: str, deadline: float) -> None:
                 self.address = address
 
             def __enter__(self) -> "Client":
@@ -146,6 +147,32 @@ class TestVerdict:
         verdict = ask_peers(here, peers)
         assert verdict.reachable is None
         assert detail in verdict.detail
+
+
+@pytest.mark.parametrize(
+    ("verdict", "level", "words"),
+    [
+        (Verdict(True, "it answered"), "INFO", "reachable for other servers: it answered"),
+        (Verdict(None, "nobody", "later"), "INFO", "reachability of 10.0.0.7:9 is not known: nobody; later"),
+        (Verdict(False, "no answer", "open it"), "ERROR", "NOT REACHABLE for other servers: no answer; open it"),
+    ],
+)
+def test_a_server_says_at_its_start_what_was_found(
+    verdict: Verdict, level: str, words: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(asking, "ask_peers", lambda announced, peers: verdict)
+    monkeypatch.setattr(asking, "registered_peers", lambda registry, announced: [])
+    with caplog.at_level("INFO"):
+        report_reachability("sqlite:///peers.db", announced_address("10.0.0.7", "0.0.0.0", 9))
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [(level, words)]
+
+
+def test_a_loopback_address_and_a_registry_that_is_away_are_warnings(caplog: pytest.LogCaptureFixture) -> None:
+    report_reachability("sqlite:///peers.db", announced_address(None, "127.0.0.1", 9))
+    report_reachability("etcd://127.0.0.1:1", announced_address(None, "10.0.0.7", 9))
+    first, second = (record.getMessage() for record in caplog.records if record.name == "corolla.server")
+    assert first.startswith("announcing 127.0.0.1:9, which only servers on this machine can reach")
+    assert second.startswith("reachability of 10.0.0.7:9 is not known: registry etcd://127.0.0.1:1 is away")
 
 
 def test_loopback_needs_no_dialling(here: Address) -> None:

@@ -14,6 +14,7 @@ from checkpoints import GROUPED
 from conftest import Served
 from corolla.cli.main import cli
 from corolla.dtypes import dtype_named
+from corolla.errors import EnvironmentProblemError
 from corolla.repository.models import all_models
 from corolla.repository.plan import RepositoryPlan
 from corolla.repository.writer import EditedRepositoryError, repository_files, write_repository
@@ -137,6 +138,12 @@ def test_a_persons_work_is_not_undone_without_force(repository: Path, hand: str)
     write_repository(OTHER, repository, force=True)
     written = {str(path): text for path, text in repository_files(OTHER).items()}
     assert {path: text for path, (text, _) in contents(repository).items()} == written
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(EnvironmentProblemError, match=r"file/repository: cannot be written .*name another folder"):
+        write_repository(PLAN, tmp_path / "file" / "repository")
 
 
 def test_diff_shows_what_would_change_and_writes_nothing(grouped: Served, tmp_path: Path) -> None:

@@ -151,6 +151,16 @@ def test_other_commands_have_tables_and_variables_of_their_own(monkeypatch: pyte
     assert sessions.commands["open"].make_context("open", []).params["max_length"] == 9
 
 
+def test_the_registry_is_the_same_for_all_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("corolla.toml").write_text('registry = "sqlite:///file.db"\nthreads = 2')
+    peers = cli.get_command(click.Context(cli), "peers")
+    assert peers is not None
+    assert peers.make_context("peers", []).params["registry"] == "sqlite:///file.db"
+    monkeypatch.setenv("COROLLA_REGISTRY", "sqlite:///variable.db")
+    assert peers.make_context("peers", []).params["registry"] == "sqlite:///variable.db"
+    assert settings("serve")["registry"] == ("sqlite:///variable.db", "COROLLA_REGISTRY")
+
+
 def test_no_variable_means_two_things() -> None:
     for name in COMMANDS:
         command = cli.get_command(click.Context(cli), name)

@@ -63,10 +63,14 @@ class GenerationChunk:
 
 
 class CorollaClient:
-    """Talks to one server, `host:port` of its gRPC endpoint. Not for use by several threads at once."""
+    """Talks to one server, `host:port` of its gRPC endpoint. Not for use by several threads at once.
 
-    def __init__(self, address: str = DEFAULT_ADDRESS) -> None:
+    Calls of `sessions` have `deadline` seconds, or as long as they take.
+    """
+
+    def __init__(self, address: str = DEFAULT_ADDRESS, deadline: float | None = None) -> None:
         self._address = address
+        self._deadline = deadline
         self._client = grpc_client.InferenceServerClient(address)
         self._most_short: int | None = None
 
@@ -101,14 +105,14 @@ class CorollaClient:
     def sessions(self, operation: str, **fields: str | float | None) -> dict[str, Any]:
         """Calls an operation of the `sessions` model; the reply's fields by name (docs/protocol.md).
 
-        Raises CorollaError with the server's message.
+        Raises CorollaError with the server's message, and when the deadline passes.
         """
         inputs = [_flat_input("operation", "BYTES", operation)]
         inputs += [
             _flat_input(name, _SESSION_FIELDS[name], value) for name, value in fields.items() if value is not None
         ]
         try:
-            reply = self._client.infer("sessions", inputs)
+            reply = self._client.infer("sessions", inputs, client_timeout=self._deadline)
         except InferenceServerException as error:
             raise CorollaError(f"{self._address}: {error.message()}") from error
         names = [output.name for output in reply.get_response().outputs]

@@ -6,28 +6,22 @@ import math
 import signal
 import sys
 import threading
-from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TextIO
 
 import click
-from click.core import ParameterSource
 
-from corolla.checkpoint.source import may_be_checkpoint
-from corolla.cli.repository_options import repository_options, write_chosen
+from corolla.cli.repository_argument import repository_to_serve
+from corolla.cli.repository_options import repository_options
 from corolla.cli.server_options import server_options
-from corolla.errors import CorollaError, InvalidValueError
+from corolla.errors import InvalidValueError
 from corolla.peers.membership import DEFAULT_THROUGHPUT, MembershipOptions, membership
 from corolla.peers.record import Throughput
-from corolla.reachability.announced import Announced
-from corolla.repository.choices import Choices, plan_repository
-from corolla.repository.reading import is_repository, registry_of
-from corolla.repository.writer import state_folder
+from corolla.reachability.report import report_reachability
+from corolla.repository.reading import registry_of
 from corolla.server.options import DRAIN_TIMEOUT_SECONDS, ServerOptions
 from corolla.server.supervisor import ReadyServer, Supervisor
-
-_LOG = logging.getLogger("corolla.server")
 
 
 class ThroughputType(click.ParamType):
@@ -132,16 +126,12 @@ def command(
     """Serve CHECKPOINT, or the models of REPO, until interrupted.
 
     CHECKPOINT is a local folder in Hugging Face format or org/name on the hub; its repository is written first, as by
-    `corolla init` with the same options. REPO was written before.
+    `corolla init` with the same options. REPO was written before; of these options, --registry wins over what it says.
 
     tritonserver is started and watched: it is started again if it dies, and a model whose process dies is loaded
     again. Any other flag goes to tritonserver as it is.
     """
-    if is_repository(Path(checkpoint)):
-        _refuse_choices(ctx, checkpoint, ["out", *choices.keys() - {"registry"}])
-        repository = Path(checkpoint)
-    else:
-        repository = _write_repository(checkpoint, out, Choices(**choices))
+    repository = repository_to_serve(ctx, checkpoint, out, choices)
     options = ServerOptions(
         repository,
         host,
@@ -169,7 +159,7 @@ def command(
             click.echo(f"corolla: serving {repository} at {ready.endpoints}")
             if registry and ready.endpoints.grpc:
                 announced = options.announced(ready.endpoints.grpc.port)
-                threading.Thread(target=_check_reachability, args=(registry, announced), daemon=True).start()
+                threading.Thread(target=report_reachability, args=(registry, announced), daemon=True).start()
             if ready_file:
                 _write_ready_file(ready_file, ready)
             if examples:
@@ -183,53 +173,6 @@ def command(
             if signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, lambda *_: supervisor.stop())
         supervisor.run()
-
-
-def _refuse_choices(ctx: click.Context, repository: str, names: Iterable[str]) -> None:
-    """What the repository was written with holds; settings that are meant for all commands are passed over."""
-    for name in names:
-        if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE:
-            flag = f"--{name.replace('_', '-')}"
-            raise InvalidValueError(
-                flag, ctx.params[name], f"only for a checkpoint; {repository} is written: change it with `corolla init`"
-            )
-
-
-def _write_repository(checkpoint: str, out: Path | None, choices: Choices) -> Path:
-    """The folder of the repository, the same for the same inputs."""
-    if not may_be_checkpoint(checkpoint):
-        raise InvalidValueError(
-            "CHECKPOINT|REPO",
-            checkpoint,
-            "a checkpoint, which is a folder with config.json or org/name on the hub, or a repository as `corolla "
-            "init` writes it; flags for tritonserver come after it",
-        )
-    if choices.relative and out is None:
-        raise InvalidValueError("--relative", True, "only together with --out")
-    plan, opened = plan_repository(checkpoint, out or Path(), choices)
-    folder = out or state_folder(plan)
-    write_chosen(plan, opened, folder, choices)
-    return folder
-
-
-def _check_reachability(registry: str, announced: Announced) -> None:
-    """Has another server dial this one; a server that nobody reaches is useless to others and must say so."""
-    from corolla.reachability.asking import ask_peers, registered_peers
-
-    if announced.warning:
-        _LOG.warning("%s", announced.warning)
-        return
-    try:
-        verdict = ask_peers(announced.address, registered_peers(registry, announced.address))
-    except CorollaError as error:
-        _LOG.warning("reachability of %s is not known: %s", announced.address, error)
-        return
-    if verdict.reachable:
-        _LOG.info("reachable for other servers: %s", verdict.detail)
-    elif verdict.reachable is None:
-        _LOG.info("reachability of %s is not known: %s; %s", announced.address, verdict.detail, verdict.remedy)
-    else:
-        _LOG.error("NOT REACHABLE for other servers: %s; %s", verdict.detail, verdict.remedy)
 
 
 def _log_to(streams: set[TextIO]) -> None:

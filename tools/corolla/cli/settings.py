@@ -19,6 +19,8 @@ DEFAULT_FILE = Path("corolla.toml")
 FILE_VARIABLE = "COROLLA_CONFIG"
 SHARING = ("init", "plan", "serve", "doctor")
 """The commands that know the keys and variables without the name of a command, as they have most options in common."""
+COMMON_KEYS = ("registry",)
+"""Of these keys and variables, all commands know those they have."""
 OTHER_VARIABLES = ("COROLLA_CACHE", "COROLLA_CACHE_LIMIT", FILE_VARIABLE)
 """What is no option: the disk cache, and the file itself."""
 
@@ -81,7 +83,7 @@ def variables(param: click.Parameter, names: Sequence[str]) -> list[str]:
     """The environment variables of an option of a command, the first one first."""
     key = key_of(param)
     own, shared = ("_".join(["COROLLA", *words]).upper().replace("-", "_") for words in ([*names, key], [key]))
-    return [own, shared] if names[0] in SHARING else [own]
+    return [own, shared] if names[0] in SHARING or key in COMMON_KEYS else [own]
 
 
 def settings_of(command: click.Command) -> Iterator[click.Parameter]:
@@ -124,10 +126,10 @@ def apply(ctx: click.Context, names: Sequence[str], path: Path | None) -> None:
     ctx.meta[_META] = file
     own = file.table(names)
     _check_known(file.path, f"table [{'.'.join(names)}]", own, params)
-    shared = {}
     if names[0] in SHARING:
         _check_known(file.path, "the file's top", file.shared(), _shared_keys())
-        shared = {key: value for key, value in file.shared().items() if key in params}
+    taken = params if names[0] in SHARING else set(params).intersection(COMMON_KEYS)
+    shared = {key: value for key, value in file.shared().items() if key in taken}
     for key, value in (shared | own).items():
         _check_value(ctx, params[key], f"{file.path}: {key}", value)
     ctx.default_map = {str(params[key].name): value for key, value in (shared | own).items()}

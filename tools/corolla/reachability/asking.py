@@ -16,6 +16,8 @@ from corolla.peers.registry import open_registry
 from corolla.reachability.address import Address
 
 _MOST_ASKED = 3
+_ANSWER_SECONDS = 20.0
+"""More than dialling takes where others are dialled at the same time."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ def ask_peers(announced: Address, peers: Sequence[str], listener: HealthListener
     for peer in peers:
         before = listener.calls if listener else 0
         try:
-            with CorollaClient(peer) as client:
+            with CorollaClient(peer, _ANSWER_SECONDS) as client:
                 answer = json.loads(client.sessions("dial", address=str(announced))["dialled"])
         except CorollaError as error:
             complaints.append(str(error))

@@ -77,13 +77,14 @@ def find_changes(files: Mapping[Path, str], folder: Path, *, force: bool = False
 def _leftovers(files: Mapping[Path, str], folder: Path) -> Iterator[Change]:
     """A server would load them beside the others, with weights and cache of their own."""
     for config in sorted(folder.glob(f"*/{CONFIG}")):
-        file, text = config.relative_to(folder), config.read_text()
+        file, text = config.relative_to(folder), config.read_text(errors="replace")
         stamp = read_stamp(text)
-        if file not in files and stamp and stamp.model == file.parent.name:
+        own = stamp and stamp.model == file.parent.name and not config.parent.is_symlink()
+        if file not in files and stamp and own:
             inside = {path for path in config.parent.rglob("*") if path.is_file()}
             added = inside - {config, config.parent / KEEP}
             yield Change(file, text, None, edited=stamp.edited or bool(added))
 
 
 def _read(file: Path) -> str | None:
-    return file.read_text() if file.exists() else None
+    return file.read_text(errors="replace") if file.exists() else None

@@ -6,7 +6,7 @@ import os
 import shutil
 from pathlib import Path
 
-from corolla.errors import CorollaError
+from corolla.errors import CorollaError, EnvironmentProblemError
 from corolla.repository.changes import CONFIG, KEEP, Changes, find_changes
 from corolla.repository.config_text import config_text
 from corolla.repository.models import all_models
@@ -53,21 +53,25 @@ def write_repository(plan: RepositoryPlan, out: Path, *, force: bool = False) ->
 
     Anything else is left alone. EditedRepositoryError, and nothing written, where that would undo a person's work;
     with `force` it is undone: edited files are overwritten, models removed with all that was added to them.
+    EnvironmentProblemError where the folder cannot be written.
     """
     changes = repository_changes(plan, out, force=force)
     if changes.edited and not force:
         raise EditedRepositoryError(out, changes)
-    for change in changes.changes:
-        file = out / change.file
-        if change.after is None:
-            shutil.rmtree(file.parent)
-        else:
-            _replace(file, change.after)
+    try:
+        for change in changes.changes:
+            if change.after is None:
+                shutil.rmtree(out / change.file.parent)
+            else:
+                _replace(out / change.file, change.after)
+    except OSError as error:
+        raise EnvironmentProblemError(f"{out}: cannot be written ({error}); name another folder") from error
     return changes
 
 
 def _replace(file: Path, text: str) -> None:
+    """At once, so that nobody sees half a file; others may be writing the same."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    new = file.with_name(f".{file.name}.new")
+    new = file.with_name(f".{file.name}.{os.getpid()}")
     new.write_text(text)
     new.rename(file)
