@@ -1,12 +1,13 @@
 """What every registry does, whatever its engine."""
 
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing
 
 import pytest
 
-from corolla.errors import InvalidValueError
+from corolla.errors import EnvironmentProblemError, InvalidValueError
 from corolla.peers import dht
 from corolla.peers.record import PeerState
 from corolla.peers.registry import PeerIdTakenError, PeerRegistry, RegistryAwayError, open_registry, watch
@@ -182,3 +183,9 @@ def _succeeds(call: object) -> bool:
 def test_url_that_is_none(url: str, wrong: str) -> None:
     with pytest.raises(InvalidValueError, match=wrong):
         open_registry(url)
+
+
+def test_engine_that_is_not_installed_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "hivemind", None)
+    with pytest.raises(EnvironmentProblemError, match=r"pip install 'corolla\[dht\]'"):
+        open_registry("dht:///ip4/127.0.0.1/tcp/1/p2p/Qm")

@@ -178,8 +178,12 @@ def _open(path: Path) -> tuple[tuple[int, int], Database]:
 
 def _default_file() -> Path:
     """One per user, in memory, as it is of no use after the next boot."""
-    folder = SHARED_MEMORY / f"corolla-registry-{os.getuid()}"
+    folder = SHARED_MEMORY / f"corolla-registry-{_user()}"
     folder.mkdir(mode=0o700, exist_ok=True)
-    if folder.stat().st_uid != os.getuid():
+    if folder.stat().st_uid != _user():
         raise EnvironmentProblemError(f"{folder}: belongs to another user; pass --registry sqlite:///path/of/a/file")
     return folder / "peers.sqlite"
+
+
+def _user() -> int:
+    return os.getuid()
