@@ -131,12 +131,14 @@ def generate(address: str, prompt: list[int], max_tokens: int) -> str:
         return "".join(chunk.text for chunk in client.generate(text_of(prompt), **options))
 
 
-def keep_generating(address: str, prompt: list[int], expected: str, is_over: Callable[[], bool]) -> list[str]:
+def keep_generating(
+    address: str, prompt: list[int], max_tokens: int, expected: str, is_over: Callable[[], bool]
+) -> list[str]:
     """Generates the same over and over; returns what was wrong, one line per generation, empty where nothing was."""
     problems = []
     while not is_over():
         try:
-            text = generate(address, prompt, len(expected.split()))
+            text = generate(address, prompt, max_tokens)
             problems.append("" if text == expected else f"{len(prompt)} tokens: {text!r}, not {expected!r}")
         except CorollaError as error:
             problems.append(f"{len(prompt)} tokens: {error}")
@@ -156,7 +158,7 @@ def run_chaos(swarm: Swarm, address: str, seconds: float, interval: float, max_t
     with ThreadPoolExecutor(len(prompts) + len(swarm.parts)) as pool:
         end = time.monotonic() + seconds
         running = [
-            pool.submit(keep_generating, address, prompt, text, lambda: time.monotonic() > end)
+            pool.submit(keep_generating, address, prompt, max_tokens, text, lambda: time.monotonic() > end)
             for prompt, text in zip(prompts, expected, strict=True)
         ]
         with tqdm(total=int(seconds), desc="seconds", file=sys.stderr) as progress:

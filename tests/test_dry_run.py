@@ -10,8 +10,10 @@ from checkpoints import GROUPED, SERVED
 from conftest import Remote, Served
 from corolla.checkpoint.resolution import Hardware, explained_dtype, explained_quant
 from corolla.checkpoint.synthetic import make_checkpoint
+from corolla.cli.serve import _throughput as announced
 from corolla.dtypes import dtype_named
 from corolla.errors import CorollaError, InvalidValueError
+from corolla.peers.membership import DEFAULT_THROUGHPUT
 from corolla.peers.record import Throughput
 from corolla.planning import measurement
 from corolla.planning.dry_run import DryRun, Outcome, dry_run
@@ -87,6 +89,17 @@ def test_what_was_measured_is_remembered(repository: Path, monkeypatch: pytest.M
         replace(conditions, decoder_batch_sizes=(1,)), replace(conditions, config=SERVED.model_config()),
     ):  # fmt: skip
         assert known(other) is None
+
+
+def test_a_server_announces_what_was_measured(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measurement, "dry_run", lambda *_: OUTCOME)
+    monkeypatch.setattr(measurement, "prepare", lambda *_: None)
+    assert announced(repository, "sqlite:///peers.db", measure=False) == DEFAULT_THROUGHPUT
+    assert announced(repository, "", measure=True) == DEFAULT_THROUGHPUT, "to nobody, so nothing is measured"
+    first = announced(repository, "sqlite:///peers.db", measure=True)
+    assert first == announced(repository, "sqlite:///peers.db", measure=False) == known_throughput(repository)
+    assert first.inference == OUTCOME.blocks / OUTCOME.step
+    assert announced(repository.parent, "sqlite:///peers.db", measure=True) == DEFAULT_THROUGHPUT, "it has no blocks"
 
 
 def test_a_dry_run_that_fails_leaves_nothing(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:

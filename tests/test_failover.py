@@ -11,7 +11,7 @@ import torch
 
 from checkpoints import END_OF_TEXT_ID, GROUPED, ids_of, random_prompt, text_of
 from conftest import Served
-from corolla.errors import OverloadedError
+from corolla.errors import CorollaError, OverloadedError
 from corolla.generate import engine as engine_module
 from corolla.generate.engine import GenerateEngine
 from corolla.generate.local_blocks import SharedBlocks
@@ -435,6 +435,24 @@ def test_a_server_that_always_refuses_ends_the_generation(fakes: FakeSwarm) -> N
     last.before_step = refuse_as_wrong
     with pytest.raises(PeerRefusalError, match="I do not like it"):
         start(fakes.engine(swarm)).text()
+
+
+@pytest.mark.parametrize("lost", [False, True], ids=["running", "without a server"])
+def test_stopping_ends_generations_with_an_error(fakes: FakeSwarm, lost: bool) -> None:
+    swarm = fakes.swarm(failover_timeout=60.0)
+    fakes.peer("a", FIRST, fakes.servers[0])
+    last = fakes.peer("b", LAST, fakes.servers[0])
+    engine = fakes.engine(swarm)
+    outputs = [start(engine, random_prompt(9, seed=seed), max_tokens=200) for seed in range(3)]
+    for output in outputs:
+        running(output)
+    if lost:
+        last.kill()
+        fakes.network.vanish("b")
+    engine.stop()
+    for output in outputs:
+        with pytest.raises((RuntimeError, CorollaError)):
+            output.text(timeout=10)
 
 
 @pytest.mark.parametrize("heard", [0, 5])

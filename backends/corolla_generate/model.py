@@ -12,7 +12,7 @@ from corolla.generate.engine import EngineLimits, GenerateEngine
 from corolla.generate.local_blocks import SharedBlocks
 from corolla.generate.request import parse_request
 from corolla.model.ends import Embedding, Head
-from corolla.remote.opening import open_swarm
+from corolla.peers.environment import registry_url
 from corolla.serving.adapter import FINAL, error_response, make_counter, scalar, step_blocks, strings
 from corolla.serving.hosted_blocks import HostedBlocks
 from corolla.serving.hosting import Host
@@ -56,7 +56,7 @@ def _open(model):
     run_ranges = partial(step_blocks, "ranges")
     blocks = HostedBlocks(host, table) if model.blocks else None
     local = SharedBlocks(blocks, model.blocks, run_ranges, model.max_short_tokens) if blocks else None
-    swarm = open_swarm(model, host.checkpoint.config.num_hidden_layers, local)
+    swarm = _open_swarm(model, host, local)
     engine = GenerateEngine(
         checkpoint=host.checkpoint,
         embedding=Embedding(host.parts),
@@ -72,6 +72,15 @@ def _open(model):
     reports = [blocks and blocks.count_rows(model.name, make_counter)]
     reports += [swarm and report_routes(swarm.context.counters, make_counter)]
     return engine, [report for report in reports if report]
+
+
+def _open_swarm(model, host, local):
+    url = registry_url(model.registry)
+    if not url:
+        return None
+    from corolla.remote.opening import open_swarm  # gRPC, which a server by itself does without
+
+    return open_swarm(url, model, host.checkpoint.config.num_hidden_layers, local)
 
 
 def _inputs(request):

@@ -93,8 +93,10 @@ Stop the server with Ctrl-C.
 @click.option(
     "--throughput",
     type=ThroughputType(),
-    help="Tokens/s of one block: single steps, long forwards, network. [default: as fast as others are by default]",
+    help="Tokens/s of one block: single steps, long forwards, network. [default: as measured by --measure here or in "
+    "`corolla plan`; if never, as fast as others are by default]",
 )
+@click.option("--measure", is_flag=True, help="Measure it first, unless that was done before; takes minutes.")
 @click.option("--examples", is_flag=True, help="Print calls to try once it serves.")
 @click.option(
     "--out",
@@ -118,6 +120,7 @@ def command(
     ready_file: Path | None,
     announce_address: str | None,
     throughput: Throughput | None,
+    measure: bool,
     examples: bool,
     out: Path | None,
     tritonserver_flags: tuple[str, ...],
@@ -145,7 +148,7 @@ def command(
         drain_timeout=drain_timeout,
     )
     registry = choices["registry"] or registry_of(repository)
-    member = MembershipOptions(registry, throughput or DEFAULT_THROUGHPUT)
+    member = MembershipOptions(registry, throughput or _throughput(repository, registry, measure=measure))
     with ExitStack() as stack:
         sink = stack.enter_context(log_file.open("a")) if log_file else sys.stderr
         _log_to({sys.stderr, sink})
@@ -173,6 +176,15 @@ def command(
             if signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, lambda *_: supervisor.stop())
         supervisor.run()
+
+
+def _throughput(repository: Path, registry: str, *, measure: bool) -> Throughput:
+    """What a server with blocks announces."""
+    if not registry or not (repository / "chain").is_dir():
+        return DEFAULT_THROUGHPUT
+    from corolla.planning.throughput import known_throughput, measured_throughput  # takes seconds to import
+
+    return measured_throughput(repository) if measure else known_throughput(repository) or DEFAULT_THROUGHPUT
 
 
 def _log_to(streams: set[TextIO]) -> None:

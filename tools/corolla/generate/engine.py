@@ -94,6 +94,7 @@ class GenerateEngine:
         self._run_ranges = run_ranges
         self._max_short_tokens = limits.max_short_tokens
         self._places = Semaphore(MAX_WAITING)
+        self._stopping = False
         self._waiting = ThreadPoolExecutor(MAX_WAITING, thread_name_prefix="waiting")
         self._prefills = ThreadPoolExecutor(MAX_PREFILLS, thread_name_prefix="prefill")
         self._loop = self._make_loop(limits)
@@ -128,10 +129,12 @@ class GenerateEngine:
         """Ends all generations with an error."""
         self._waiting.shutdown(wait=False, cancel_futures=True)
         self._prefills.shutdown(wait=False, cancel_futures=True)
+        self._stopping = True
         if self._swarm is not None:
             self._swarm.close()
-            self._routed.shutdown(wait=False, cancel_futures=True)
         self._loop.stop()
+        if self._swarm is not None:
+            self._routed.shutdown(wait=False)
 
     def _sequence(self, request: GenerationRequest, output: Output, prompt_ids: list[int], room: int) -> Sequence:
         return Sequence(
@@ -186,7 +189,10 @@ class GenerateEngine:
 
     def _rescue(self, sequence: Sequence, error: SpanError) -> None:
         """Takes a generation whose server failed out of its loop."""
-        self._routed.submit(self._repair, sequence, error)
+        with self._failing(sequence):
+            if self._stopping:
+                raise RuntimeError("the server is stopping")
+            self._routed.submit(self._repair, sequence, error)
 
     def _repair(self, sequence: Sequence, error: SpanError) -> None:
         with self._failing(sequence):

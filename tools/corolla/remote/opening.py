@@ -1,18 +1,15 @@
 """The swarm of a served model, from its parameters."""
 
 from corolla.peers.directory import PeerDirectory
-from corolla.peers.environment import own_peer_id, registry_url
+from corolla.peers.environment import own_peer_id
 from corolla.remote.peer import LocalBlocks
 from corolla.remote.server import RemoteServers
 from corolla.remote.swarm import Swarm, SwarmSettings
 from corolla.serving.parameters import ServedModel
 
 
-def open_swarm(model: ServedModel, blocks: int, local: LocalBlocks | None) -> Swarm | None:
-    """None where no registry is known. The whole model has so many `blocks`; `local` are those of this process."""
-    url = registry_url(model.registry)
-    if not url:
-        return None
+def open_swarm(registry: str, model: ServedModel, blocks: int, local: LocalBlocks | None) -> Swarm:
+    """Of the servers in a registry. The whole model has so many `blocks`; `local` are those of this process."""
     servers = RemoteServers()
     settings = SwarmSettings(
         blocks=range(blocks),
@@ -22,4 +19,5 @@ def open_swarm(model: ServedModel, blocks: int, local: LocalBlocks | None) -> Sw
         failover_timeout=model.failover_timeout,
         step_timeout=model.step_timeout,
     )
-    return Swarm(PeerDirectory(url, model.model_id, model.revision), servers.connect, settings, local, servers.close)
+    directory = PeerDirectory(registry, model.model_id, model.revision)
+    return Swarm(directory, servers.connect, settings, local, servers.close)

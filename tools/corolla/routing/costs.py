@@ -13,7 +13,7 @@ from corolla.routing.query import RouteQuery
 from corolla.routing.route import LOCAL
 from corolla.routing.shortest_path import HOME, PathCosts
 
-HOP_SECONDS = 0.004
+HOP_SECONDS = 0.001
 """What a server adds to a step besides the bare round trip and the time it reports."""
 UNKNOWN_ROUND_TRIP = 0.1
 """Seconds to a peer and back when no round trip to any peer is known."""
