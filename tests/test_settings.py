@@ -1,6 +1,7 @@
 """Options come from the command line, the environment, a file or their defaults, in this order, and say from where."""
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The current folder, without settings of this machine."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    monkeypatch.delenv("COROLLA_CONFIG", raising=False)
+    for variable in [name for name in os.environ if name.startswith("COROLLA_")]:
+        monkeypatch.delenv(variable)
     return tmp_path
 
 
@@ -88,6 +90,12 @@ def test_a_token_is_not_printed(monkeypatch: pytest.MonkeyPatch) -> None:
     printed = run("config", "init").output
     assert "hf_secret" not in printed
     assert "# token: COROLLA_TOKEN: set, but not shown" in printed
+
+
+def test_a_misspelt_variable_is_pointed_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COROLLA_GRPC_PROT", "9001")
+    printed = run("config").output
+    assert printed.splitlines()[-1] == "# COROLLA_GRPC_PROT: set, but no option of `corolla serve` has this name"
 
 
 def test_init_takes_everything_from_the_file(grouped: Served) -> None:

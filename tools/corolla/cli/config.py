@@ -11,7 +11,16 @@ import click
 from click.core import ParameterSource
 
 from corolla.cli.main import cli
-from corolla.cli.settings import OTHER_VARIABLES, SHARING, apply, key_of, settings_of, used_file, variable_in_use
+from corolla.cli.settings import (
+    OTHER_VARIABLES,
+    SHARING,
+    apply,
+    key_of,
+    settings_of,
+    used_file,
+    variable_in_use,
+    variables,
+)
 from corolla.errors import InvalidValueError
 
 SECRET = ("token",)
@@ -59,6 +68,16 @@ def command(ctx: click.Context, as_json: bool, name: str, arguments: tuple[str, 
         click.echo(_line(setting))
     for variable in OTHER_VARIABLES:
         click.echo(f"# {variable}: {os.environ.get(variable, 'not set')}")
+    for variable in _unknown_variables(name):
+        click.echo(f"# {variable}: set, but no option of `corolla {name}` has this name")
+
+
+def _unknown_variables(name: str) -> list[str]:
+    """Those that look like settings; a misspelt one would go unnoticed."""
+    command = cli.get_command(click.Context(cli), name)
+    assert command is not None
+    known = {variable for param in settings_of(command) for variable in variables(param, [name])}
+    return sorted(key for key in os.environ if key.startswith("COROLLA_") and key not in known | {*OTHER_VARIABLES})
 
 
 def _settings(name: str, arguments: list[str], path: Path | None) -> Iterator[Setting]:
