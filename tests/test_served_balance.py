@@ -3,13 +3,34 @@
 from contextlib import closing
 from pathlib import Path
 
+import pytest
+from click.testing import CliRunner
+
 from checkpoints import GROUPED
 from corolla.checkpoint.identity import ModelIdentity
+from corolla.cli.serve import command
+from corolla.errors import InvalidValueError
 from corolla.peers.record import PeerRecord, PeerState
 from corolla.peers.registry import PeerRegistry, open_registry
 from registries import record
 from servers import RunningServer
 from waiting import wait_until
+
+REGISTRY = "--registry=sqlite:///tmp/peers.sqlite"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--num-blocks=2"], "--num-blocks: 2 is not allowed; allowed: only with --registry"),
+        (["--num-blocks=2", REGISTRY, "--blocks=0:2"], "--blocks: '0:2' is not allowed; allowed: none with"),
+        (["--num-blocks=2", REGISTRY, "--out=folder"], "--out: 'folder' is not allowed; allowed: none with"),
+    ],
+)
+def test_only_the_swarm_says_which_blocks(flags: list[str], message: str) -> None:
+    with pytest.raises(InvalidValueError) as raised:
+        CliRunner().invoke(command, ["checkpoint", *flags], catch_exceptions=False)
+    assert message in str(raised.value)
 
 
 def test_a_server_takes_the_missing_blocks_and_moves_when_others_are_missing(tmp_path: Path, suite_cache: Path) -> None:
