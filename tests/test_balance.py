@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from corolla.balance.choice import choose_again, choose_blocks
 from corolla.balance.moves import BALANCE_THRESHOLD, balance, may_leave, moves_now, planned_moves
 from corolla.balance.placement import Placement
-from corolla.balance.policy import NOTICE_SECONDS, MovePolicy
+from corolla.balance.policy import MovePolicy
 from corolla.errors import InvalidValueError
 from corolla.peers.record import PeerRecord, PeerState, Throughput
 
@@ -259,7 +259,7 @@ class SimulatedSwarm:
             else:
                 one.target = target
                 one.record = replace(one.record, state=PeerState.OFFLINE)
-                self._then(one, "notice", NOTICE_SECONDS)
+                self._then(one, "notice", one.policy.notice)
         elif one.phase == "notice":
             seen = [peer for peer in view if peer.peer_id != name]
             if may_leave(seen, one.record.blocks, self.blocks):

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from corolla.balance import policy
 from corolla.balance.mover import Mover
 from corolla.balance.policy import MovePolicy
 from corolla.errors import CorollaError
@@ -39,13 +38,10 @@ class Swarm:
     def peers(self) -> list[PeerRecord]:
         return [self.record, *self.others]
 
-    def prepare(self, blocks: range) -> None:
-        self.done.append(("prepare", blocks))
-        if self.fails:
-            raise CorollaError("the hub does not answer")
-
     def write(self, blocks: range) -> Path:
         self.done.append(("write", blocks))
+        if self.fails:
+            raise CorollaError("the hub does not answer")
         return Path("new")
 
     def change(self, write: Callable[[], Path]) -> None:
@@ -55,14 +51,12 @@ class Swarm:
 
 
 @pytest.fixture
-def swarm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Swarm]:
+def swarm() -> Iterator[Swarm]:
     """One in which a is to move, looked at without long pauses."""
-    monkeypatch.setattr(policy, "LOOK_SECONDS", 0.002)
-    monkeypatch.setattr(policy, "HESITATION_SECONDS", 0.002)
     swarm = Swarm(ALL_ON_ONE_HALF)
     movers: list[Mover] = []
     swarm.start = lambda: movers.append(  # type: ignore[attr-defined]
-        Mover(BLOCKS, swarm, swarm, swarm, swarm.change, MovePolicy("a", random.Random(1)), notice=0.0)
+        Mover(BLOCKS, swarm, swarm, swarm.write, swarm.change, MovePolicy("a", random.Random(1), 0.002))
     )
     yield swarm
     for mover in movers:
@@ -71,12 +65,11 @@ def swarm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Swarm]:
 
 def test_a_server_fetches_leaves_moves_and_stays(swarm: Swarm) -> None:
     swarm.start()  # type: ignore[attr-defined]
-    wait_until(lambda: len(swarm.done) >= 6)
+    wait_until(lambda: len(swarm.done) >= 5)
     assert swarm.done == [
-        ("prepare", range(4, 8)),
+        ("write", range(4, 8)),
         {"state": PeerState.OFFLINE},
         "change",
-        ("write", range(4, 8)),
         {"state": PeerState.JOINING, "start": 4, "end": 8},
         {"state": PeerState.ONLINE},
     ]
@@ -91,14 +84,14 @@ def test_it_comes_back_when_it_turns_out_to_be_needed(swarm: Swarm) -> None:
     swarm.on_offline = leave
     swarm.start()  # type: ignore[attr-defined]
     wait_until(lambda: len(swarm.done) >= 3)
-    assert swarm.done == [("prepare", range(4, 8)), {"state": PeerState.OFFLINE}, {"state": PeerState.ONLINE}]
+    assert swarm.done == [("write", range(4, 8)), {"state": PeerState.OFFLINE}, {"state": PeerState.ONLINE}]
 
 
 def test_it_stays_where_it_is_when_the_weights_cannot_be_had(swarm: Swarm) -> None:
     swarm.fails = True
     swarm.start()  # type: ignore[attr-defined]
     wait_until(lambda: len(swarm.done) >= 2)
-    assert set(swarm.done) == {("prepare", range(4, 8))}, "tried again later"
+    assert set(swarm.done) == {("write", range(4, 8))}, "tried again later"
 
 
 @pytest.mark.parametrize("reason", ["registry away", "starting", "balanced"])

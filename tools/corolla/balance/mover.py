@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Protocol
 
 from corolla.balance.moves import may_leave, moves_now
-from corolla.balance.policy import NOTICE_SECONDS, MovePolicy
+from corolla.balance.policy import MovePolicy
 from corolla.errors import CorollaError
 from corolla.peers.record import PeerRecord, Peers, PeerState
 
@@ -36,21 +36,11 @@ class Others(Protocol):
         """All records, this server's own among them."""
 
 
-class Repositories(Protocol):
-    """Where the repositories of this server come from."""
-
-    def prepare(self, blocks: range) -> None:
-        """Fetches what a server of these blocks needs; may take long."""
-
-    def write(self, blocks: range) -> Path:
-        """The repository of such a server."""
-
-
 class Mover:
     """A thread that looks at the swarm now and then, as long as it is not closed.
 
     A server that is to move first fetches the weights of its new blocks, then announces that it leaves and asks once
-    more whether it may. `change`, as of Supervisor, then drains it and serves the new repository.
+    more whether it may. Then it is drained and serves the new repository.
     """
 
     def __init__(
@@ -58,18 +48,21 @@ class Mover:
         blocks: int,
         own: OwnRecord,
         others: Others,
-        repositories: Repositories,
+        write: Callable[[range], Path],
         change: Callable[[Callable[[], Path]], None],
         policy: MovePolicy,
-        notice: float = NOTICE_SECONDS,
     ) -> None:
+        """For a model of so many `blocks`.
+
+        `write` fetches the weights of some blocks and writes a repository for them, beside the one that is served;
+        `change` is that of Supervisor.
+        """
         self._blocks = blocks
         self._own = own
         self._others = others
-        self._repositories = repositories
+        self._write = write
         self._change = change
         self._policy = policy
-        self._notice = notice
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="mover", daemon=True)
         self._thread.start()
@@ -90,21 +83,20 @@ class Mover:
                     _LOG.warning("not moving to blocks %d:%d: %s", target.start, target.stop, error)
 
     def _move(self, target: range) -> None:
-        self._repositories.prepare(target)
+        repository = self._write(target)
         own = self._own.record
         if self._moves().get(own.peer_id) != target:
             return
         told = self._own.update(state=PeerState.OFFLINE)
-        self._closed.wait(self._notice)
+        self._closed.wait(self._policy.notice)
         others = [peer for peer in self._others.peers() if peer.peer_id != own.peer_id]
         if told and not self._others.away and may_leave(others, own.blocks, self._blocks):
             _LOG.info("moving from blocks %d:%d to %d:%d", own.start, own.end, target.start, target.stop)
-            self._change(lambda: self._arrive(target))
+            self._change(lambda: self._arrive(target, repository))
         elif self._own.record.state is PeerState.OFFLINE:
             self._own.update(state=PeerState.ONLINE)
 
-    def _arrive(self, target: range) -> Path:
-        repository = self._repositories.write(target)
+    def _arrive(self, target: range, repository: Path) -> Path:
         self._own.update(state=PeerState.JOINING, start=target.start, end=target.stop)
         return repository
 

@@ -5,17 +5,21 @@ from collections.abc import Mapping
 
 LOOK_SECONDS = 60.0
 """Between looks, on average: some as long as a server takes to load its blocks."""
-HESITATION_SECONDS = 10.0
-"""A look that says move is followed by another, up to so much later: longer than news takes through the registry."""
-NOTICE_SECONDS = 3.0
-"""From the announcement that a server leaves to the last question whether it may: by then, others that wanted to leave
-at the same moment know of each other."""
+HESITATION = 1 / 6
+"""A look that says move is followed by another, after up to this share of the time between looks: longer than news
+takes through the registry."""
+NOTICE = 1 / 20
+"""The share from the announcement that a server leaves to the last question whether it may: by then, others that wanted
+to leave at the same moment know of each other."""
 
 
 class MovePolicy:
     """Of one server. Times are drawn from `chance`, so that servers do not act together."""
 
-    def __init__(self, peer_id: str, chance: random.Random) -> None:
+    def __init__(self, peer_id: str, chance: random.Random, period: float = LOOK_SECONDS) -> None:
+        """`period` seconds lie between looks, on average."""
+        self.notice = NOTICE * period
+        self._period = period
         self._peer_id = peer_id
         self._chance = chance
         self._hesitating = False
@@ -23,8 +27,8 @@ class MovePolicy:
     def pause(self) -> float:
         """Seconds until the next look."""
         if self._hesitating:
-            return self._chance.uniform(0.0, HESITATION_SECONDS)
-        return self._chance.uniform(0.5, 1.5) * LOOK_SECONDS
+            return self._chance.uniform(0.0, HESITATION * self._period)
+        return self._chance.uniform(0.5, 1.5) * self._period
 
     def look(self, moves: Mapping[str, range]) -> range | None:
         """The blocks to move to at once, if this look, at what `moves_now` says, and the last one agree on a move."""

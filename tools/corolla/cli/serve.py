@@ -7,11 +7,14 @@ import signal
 import sys
 import threading
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
 import click
 
+from corolla.balance.policy import LOOK_SECONDS
+from corolla.cli.own_blocks import own_blocks
 from corolla.cli.repository_argument import repository_to_serve
 from corolla.cli.repository_options import repository_options
 from corolla.cli.server_options import server_options
@@ -66,6 +69,7 @@ Stop the server with Ctrl-C.
     epilog="""\b
     Examples:
       corolla serve ./my-llama --dtype bfloat16
+      corolla serve ./my-llama --num-blocks 8 --registry etcd://10.0.0.1:2379
       corolla serve ./model_repository
       corolla serve ./model_repository --host 0.0.0.0 --http-port 9000 --log-file server.log
       corolla serve ./model_repository --log-verbose=1 --metrics-interval-ms=500""",
@@ -90,6 +94,18 @@ Stop the server with Ctrl-C.
     help="Seconds that sessions in use have to end, or to go on elsewhere, when the server is told to stop.",
 )
 @click.option("--ready-file", type=click.Path(path_type=Path), help="File to hold the addresses while it serves.")
+@click.option(
+    "--num-blocks",
+    type=click.IntRange(1),
+    help="Host so many blocks of CHECKPOINT: those of which the servers in --registry are shortest, now and later.",
+)
+@click.option(
+    "--balance-period",
+    type=click.FloatRange(0, min_open=True),
+    default=LOOK_SECONDS,
+    show_default=True,
+    help="Seconds between looks whether other blocks need this server more; with --num-blocks.",
+)
 @click.option(
     "--throughput",
     type=ThroughputType(),
@@ -119,6 +135,8 @@ def command(
     drain_timeout: float,
     ready_file: Path | None,
     announce_address: str | None,
+    num_blocks: int | None,
+    balance_period: float,
     throughput: Throughput | None,
     measure: bool,
     examples: bool,
@@ -134,7 +152,10 @@ def command(
     tritonserver is started and watched: it is started again if it dies, and a model whose process dies is loaded
     again. Any other flag goes to tritonserver as it is.
     """
-    repository = repository_to_serve(ctx, checkpoint, out, choices)
+    own = None
+    if num_blocks is not None:
+        own = own_blocks(ctx, checkpoint, out, choices, num_blocks, throughput or DEFAULT_THROUGHPUT, balance_period)
+    repository = own.first() if own else repository_to_serve(ctx, checkpoint, out, choices)
     options = ServerOptions(
         repository,
         host,
@@ -148,18 +169,21 @@ def command(
         drain_timeout=drain_timeout,
     )
     registry = choices["registry"] or registry_of(repository)
-    member = MembershipOptions(registry, throughput or _throughput(repository, registry, measure=measure))
+    speed = throughput or _throughput(repository, registry, measure=measure)
+    member = MembershipOptions(registry, speed, movable=own is not None)
     with ExitStack() as stack:
         sink = stack.enter_context(log_file.open("a")) if log_file else sys.stderr
         _log_to({sys.stderr, sink})
         if ready_file:
             stack.callback(ready_file.unlink, missing_ok=True)
         joined = stack.enter_context(membership(options, member))
+        if own and joined:
+            options = replace(options, repository=own.settled(joined, repository))
 
         def announce(ready: ReadyServer) -> None:
             if joined:
                 joined.ready(ready)
-            click.echo(f"corolla: serving {repository} at {ready.endpoints}")
+            click.echo(f"corolla: serving {supervisor.repository} at {ready.endpoints}")
             if registry and ready.endpoints.grpc:
                 announced = options.announced(ready.endpoints.grpc.port)
                 threading.Thread(target=report_reachability, args=(registry, announced), daemon=True).start()
@@ -175,6 +199,8 @@ def command(
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, lambda *_: supervisor.stop())
+        if own and joined:
+            stack.enter_context(own.moving(joined, supervisor))
         supervisor.run()
 
 

@@ -28,11 +28,15 @@ DEFAULT_THROUGHPUT = Throughput(inference=100.0, forward=1000.0, network=1000.0)
 
 @dataclass(frozen=True)
 class MembershipOptions:
-    """What a user may say about it; `registry` wins over the repository's."""
+    """What a user may say about it; `registry` wins over the repository's.
+
+    A `movable` server takes other blocks when the swarm is short of them.
+    """
 
     registry: str = ""
     throughput: Throughput = DEFAULT_THROUGHPUT
     ttl: float = DEFAULT_TTL
+    movable: bool = False
 
 
 class Membership:
@@ -68,6 +72,7 @@ class Membership:
 
     def _observed(self, record: PeerRecord) -> PeerRecord:
         """The record as it is now."""
+        self._round_trips.end = record.end
         found = Occupancy.of(self._run_directory) if self._run_directory else Occupancy(0, 0, ())
         return replace(
             record,
@@ -125,6 +130,7 @@ def _record(hosted: HostedModel, server: ServerOptions, options: MembershipOptio
         free_tokens=0,
         total_tokens=0,
         version=__version__,
+        movable=options.movable,
     )
 
 

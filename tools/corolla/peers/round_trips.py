@@ -17,12 +17,12 @@ MOST_PEERS = 16
 
 
 class RoundTrips:
-    """Seconds to those of the `peers` that are likely to come after the blocks that end at `end`."""
+    """Seconds to those of the `peers` that are likely to come after the blocks that end at `end`, which may change."""
 
     def __init__(self, peers: Callable[[], Sequence[PeerRecord]], peer_id: str, end: int) -> None:
         self._peers = peers
         self._peer_id = peer_id
-        self._end = end
+        self.end = end
         self._seconds: dict[str, float] = {}
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="round-trips", daemon=True)
@@ -40,7 +40,7 @@ class RoundTrips:
     def _run(self) -> None:
         while not self._stopping.is_set():
             measured: dict[str, float] = {}
-            for peer in likely_next(self._peers(), self._peer_id, self._end):
+            for peer in likely_next(self._peers(), self._peer_id, self.end):
                 if self._stopping.is_set():
                     return
                 seconds = round_trip(peer.address)

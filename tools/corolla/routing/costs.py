@@ -1,6 +1,7 @@
 """What a step costs in seconds, peer by peer: see docs/routing.md for the formula and where the constants come from."""
 
 from collections.abc import Sequence
+from itertools import chain, repeat
 from math import inf
 from statistics import median
 from typing import Any
@@ -72,17 +73,13 @@ def _round_trip(peer: PeerRecord, own: PeerRecord | None, measured: Measurements
 def _known_trips(peers: Sequence[PeerRecord], query: RouteQuery) -> dict[str, Any]:
     """The trips from peer to peer that are announced by either, and the ends of the way."""
     indices = {peer.peer_id: index for index, peer in enumerate(peers, HOME + 1) if peer.peer_id != query.peer_id}
-    near: list[int] = []
-    far: list[int] = []
-    round_trips: list[float] = []
-    for index in indices.values():
-        for other, seconds in peers[index - 1].round_trips.items():
-            if other in indices:
-                near.append(index)
-                far.append(indices[other])
-                round_trips.append(seconds)
-    senders, receivers = np.array([near + far, far + near], np.int64)
-    trips = np.array(round_trips + round_trips) / 2
+    announcing = [peers[index - 1].round_trips for index in indices.values()]
+    near = np.repeat(np.array(list(indices.values()), np.int64), [len(round_trips) for round_trips in announcing])
+    far = np.fromiter(map(indices.get, chain.from_iterable(announcing), repeat(HOME)), np.int64, len(near))
+    seconds = np.fromiter(chain.from_iterable(each.values() for each in announcing), np.float64, len(near))
+    known = far != HOME
+    near, far, seconds = near[known], far[known], seconds[known]
+    senders, receivers, trips = np.concatenate([near, far]), np.concatenate([far, near]), np.tile(seconds / 2, 2)
     order = np.argsort(receivers, kind="stable")
     return {
         "senders": senders[order],

@@ -76,6 +76,11 @@ class Supervisor:
         self._drain: Drain | None = None
         self._served = False
 
+    @property
+    def repository(self) -> Path:
+        """What is served."""
+        return self._options.repository
+
     def stop(self) -> None:
         """Ends `run` when the sessions in use have ended or have had their time; called again, at once."""
         if self._ending.is_set():
