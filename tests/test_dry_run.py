@@ -48,7 +48,7 @@ def test_a_served_range_takes_the_memory_that_was_planned(tmp_path: Path, monkey
     make_checkpoint(config, dtype_named("bfloat16"), 0, tmp_path / "checkpoint")
     plan = plan_of(tmp_path / "checkpoint", [range(0, 4)], dtype="bfloat16", ends=False)
     write_repository(plan, tmp_path / "repository")
-    process = process_memory(dry_run(tmp_path / "repository", DryRun(0, 1, steps=1, forwards=1, ends=False)))
+    process = process_memory(dry_run(tmp_path / "repository", DryRun(0, 4, steps=1, forwards=1, ends=False)))
     given = {"attn_cache_tokens": 32768}
     setup = Setup(config, plan.dtype, range(4), packed=False, ends=False, process=process)
     (device,) = make_plan(setup, [DeviceMemory("cpu", 2**40, 2**40, "plenty")], 2**40, given).devices
