@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -18,8 +18,14 @@ from corolla.cli.repository_argument import repository_to_serve
 from corolla.errors import InvalidValueError
 from corolla.peers.membership import Membership
 from corolla.peers.record import Throughput
+from corolla.planning.plan import PlanError
+from corolla.planning.repository import planned
+from corolla.repository.choices import Choices, plan_repository
 from corolla.repository.reading import is_repository
 from corolla.server.supervisor import Supervisor
+
+_FIXED = ("blocks", "ranges", "range_size")
+"""Choices that say which blocks are served."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +52,28 @@ class OwnBlocks:
         policy = MovePolicy(joined.announcer.record.peer_id, Random(), self.period)
         write = partial(self.write, overcommit=True)
         return closing(Mover(self.choice.blocks, joined.announcer, joined.directory, write, supervisor.change, policy))
+
+
+def blocks_that_fit(checkpoint: str, out: Path | None, choices: Mapping[str, Any]) -> int | None:
+    """How many blocks of a checkpoint a server in a swarm hosts, where nothing says which, and not all of them fit.
+
+    Else None. PlanError where not one fits.
+    """
+    said = out is not None or any(choices[name] is not None for name in _FIXED)
+    if said or not choices["registry"] or is_repository(Path(checkpoint)):
+        return None
+    whole, _ = plan_repository(checkpoint, Path(), Choices(**choices))
+    try:
+        planned(whole, Path())
+    except PlanError:
+        part = planned(replace(whole, ends=choices["ends"]), Path(), whole=False)
+    else:
+        return None
+    assert part is not None
+    blocks = len(whole.hosted)
+    size = min(len(part.blocks), blocks - 1)
+    click.echo(f"corolla: {size} of {blocks} blocks fit here: those of which other servers are shortest are chosen")
+    return size
 
 
 def own_blocks(

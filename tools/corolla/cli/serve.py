@@ -14,7 +14,7 @@ from typing import Any, TextIO
 import click
 
 from corolla.balance.policy import LOOK_SECONDS
-from corolla.cli.own_blocks import own_blocks
+from corolla.cli.own_blocks import blocks_that_fit, own_blocks
 from corolla.cli.repository_argument import repository_to_serve
 from corolla.cli.repository_options import repository_options
 from corolla.cli.server_options import server_options
@@ -97,7 +97,8 @@ Stop the server with Ctrl-C.
 @click.option(
     "--num-blocks",
     type=click.IntRange(1),
-    help="Host so many blocks of CHECKPOINT: those of which the servers in --registry are shortest, now and later.",
+    help="Host so many blocks of CHECKPOINT: those of which the servers in --registry are shortest, now and later. "
+    "[default: with --registry and neither --blocks nor --ranges, as many as fit; if all do, all]",
 )
 @click.option(
     "--balance-period",
@@ -153,6 +154,7 @@ def command(
     again. Any other flag goes to tritonserver as it is.
     """
     own = None
+    num_blocks = num_blocks or blocks_that_fit(checkpoint, out, choices)
     if num_blocks is not None:
         own = own_blocks(ctx, checkpoint, out, choices, num_blocks, throughput or DEFAULT_THROUGHPUT, balance_period)
     repository = own.first() if own else repository_to_serve(ctx, checkpoint, out, choices)

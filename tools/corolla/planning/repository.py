@@ -12,10 +12,11 @@ from corolla.planning.reserve import Processes
 from corolla.repository.plan import RepositoryPlan
 
 
-def planned(plan: RepositoryPlan, out: Path) -> MachinePlan | None:
+def planned(plan: RepositoryPlan, out: Path, *, whole: bool = True) -> MachinePlan | None:
     """The memory that the server of a repository in the folder `out` takes; PlanError when there is less.
 
-    None where there is nothing to plan: for a server without blocks, and for a device that this machine does not have.
+    Unless it is to be the `whole` server, as many of its blocks as fit. None where there is nothing to plan: for a
+    server without blocks, and for a device that this machine does not have.
     """
     memories = device_memories(plan.device) if plan.device == "cpu" or _has_gpus() else ()
     if not plan.hosted or len(memories) < (plan.tensor_parallel if plan.device != "cpu" else 1):
@@ -39,8 +40,10 @@ def planned(plan: RepositoryPlan, out: Path) -> MachinePlan | None:
         process=process_memory(outcome) if outcome else None,
     )
     processes = Processes.of(len(plan.ranges), plan.tensor_parallel, plan.device, ends=plan.ends, span=span)
-    given = {"num_blocks": len(plan.hosted), "working_processes": processes.working}
-    return make_plan(setup, memories, shared_memory_free(), given | {"attn_cache_tokens": plan.cache_tokens})
+    given = {"working_processes": processes.working, "attn_cache_tokens": plan.cache_tokens}
+    if whole:
+        given["num_blocks"] = len(plan.hosted)
+    return make_plan(setup, memories, shared_memory_free(), given)
 
 
 def _resolved(source: Source, out: Path) -> Source:
