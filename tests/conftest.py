@@ -25,6 +25,7 @@ torch.set_num_threads(1)
 LONGEST = ("remote", "test_chaos", "test_family_decoders", "test_bench", "test_launcher", "test_decoders")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """For `--dist=loadgroup`: tests with the same server run in one worker, else those of a module; longest first."""
     for item in items:
