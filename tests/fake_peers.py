@@ -5,7 +5,7 @@ They can be killed, stopped, slowed down and cut off from each other at any mome
 
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
@@ -216,6 +216,9 @@ class FakeNetwork:
     def wait_for_change(self, timeout: float) -> bool:
         with self._changed:
             return self._changed.wait(timeout)
+
+    def keep(self, addresses: Collection[str]) -> None:
+        """All connections are."""
 
     def close(self) -> None:
         """Nothing to end."""

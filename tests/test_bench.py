@@ -182,7 +182,7 @@ def bench(*arguments: object) -> Result:
     return CliRunner().invoke(cli, ["bench", *map(str, arguments)], catch_exceptions=False)
 
 
-@pytest.mark.parametrize("name", [*DRAWINGS, "linears", "pictures", "quality", "routing"])
+@pytest.mark.parametrize("name", [*DRAWINGS, "linears", "pictures", "quality", "routing", "swarm"])
 def test_every_benchmark_explains_itself_with_an_example(name: str) -> None:
     assert f"Example: corolla bench {name} " in bench(name, "--help").output
 

@@ -56,11 +56,11 @@ class FakeSwarm:
         service = server.ranges[GROUPED.ranges.index(blocks)]
         return self.network.add(FakePeer(self.network, name, blocks, service, server.table))
 
-    def swarm(self, *, hosted: bool = False, **settings: float) -> Swarm:
+    def swarm(self, encoding: str = "float32", *, hosted: bool = False, **settings: float) -> Swarm:
         chosen = {"failover_timeout": 10.0, "step_timeout": 5.0, "push_grace": 0.1} | settings
         blocks = FIRST if hosted else range(0)
         local = SharedBlocks(self.own_blocks, FIRST, self._run_first, 16) if hosted else None
-        return Swarm(self.network, self.network.connect, SwarmSettings(ALL, "float32", blocks, **chosen), local)
+        return Swarm(self.network, self.network, SwarmSettings(ALL, encoding, blocks, **chosen), local)
 
     def _run_first(self, hidden_states: torch.Tensor, session_id: str, start: int) -> torch.Tensor:
         return run(self.own_blocks.current, hidden_states, [session_id], [start])
@@ -151,6 +151,16 @@ def test_tokens_over_two_servers_are_those_of_transformers(fakes: FakeSwarm) -> 
     assert counters.fallbacks == 0
     assert counters.one_way_trips == counters.spans + counters.steps == 3 * counters.steps
     assert sum(peer.counts["received"] for peer in peers.values()) == counters.steps
+
+
+@pytest.mark.parametrize("encoding", ["bfloat16", "int8"])
+def test_fewer_bytes_on_the_wire(fakes: FakeSwarm, encoding: str) -> None:
+    """The texts are not those of transformers any more, but the same each time."""
+    replicas(fakes)
+    engine = fakes.engine(fakes.swarm(encoding))
+    first, second = (start(engine).text() for _ in range(2))
+    assert first == second
+    assert len(first.split()) >= TOKENS - 3
 
 
 def test_a_route_may_begin_in_the_process_itself(fakes: FakeSwarm) -> None:

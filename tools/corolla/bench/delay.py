@@ -34,6 +34,8 @@ async def _connect(address: str, seconds: float, reader: asyncio.StreamReader, w
     host, _, port = address.rpartition(":")
     their_reader, their_writer = await asyncio.open_connection(host, int(port))
     await asyncio.gather(_carry(reader, their_writer, seconds), _carry(their_reader, writer, seconds))
+    for each in (writer, their_writer):
+        each.close()
 
 
 async def _carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, seconds: float) -> None:
@@ -41,6 +43,7 @@ async def _carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, sec
     try:
         while data := await reader.read(CHUNK):
             loop.call_later(seconds, writer.write, data)
-    except ConnectionError:
-        pass
-    loop.call_later(seconds, writer.close)
+        await asyncio.sleep(seconds)
+        writer.write_eof()
+    except OSError:
+        writer.close()

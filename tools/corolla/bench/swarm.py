@@ -5,10 +5,9 @@ import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from tqdm import tqdm
 from transformers import AutoTokenizer
@@ -63,10 +62,6 @@ class SwarmReport:
 
     sessions: list[SessionsResult]
     distance: DistanceResult
-
-    def to_json(self) -> dict[str, Any]:
-        """For --json."""
-        return asdict(self)
 
 
 class BenchSwarm:

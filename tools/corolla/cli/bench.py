@@ -277,7 +277,6 @@ def mirror(
 @_max_batch_size(8)
 @_THREADS
 @_ROUNDS
-@_JSON
 def swarm(
     checkpoint: "Source",
     dtype: str,
@@ -287,21 +286,17 @@ def swarm(
     max_batch_size: int,
     threads: int,
     rounds: int,
-    json_file: Path | None,
 ) -> None:
     """Serve a model on two servers of this machine, with half of the blocks each, and text through a third one.
 
     Compares many sessions with one, and a token over servers at a distance with the one-way trips that it must make.
     """
-    from corolla.bench.figures import Setting, write_figures
     from corolla.bench.serving import make_plan
     from corolla.bench.swarm import bench_swarm, measure_swarm, table
 
     plan = make_plan(checkpoint, dtype, threads=threads, max_batch_size=max_batch_size)
     with bench_swarm(plan) as served:
-        report = measure_swarm(served, sessions, max_tokens, delay / 1e3, rounds)
-    click.echo(table(report))
-    write_figures(json_file, Setting.of("swarm", plan), report.to_json())
+        click.echo(table(measure_swarm(served, sessions, max_tokens, delay / 1e3, rounds)))
 
 
 @command.command(epilog="Example: corolla bench quality .cache/demo-checkpoint --text docs/protocol.md")

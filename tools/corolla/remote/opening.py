@@ -10,7 +10,6 @@ from corolla.serving.parameters import ServedModel
 
 def open_swarm(registry: str, model: ServedModel, blocks: int, local: LocalBlocks | None) -> Swarm:
     """Of the servers in a registry. The whole model has so many `blocks`; `local` are those of this process."""
-    servers = RemoteServers()
     settings = SwarmSettings(
         blocks=range(blocks),
         encoding=model.wire or model.dtype.name,
@@ -20,4 +19,4 @@ def open_swarm(registry: str, model: ServedModel, blocks: int, local: LocalBlock
         step_timeout=model.step_timeout,
     )
     directory = PeerDirectory(registry, model.model_id, model.revision)
-    return Swarm(directory, servers.connect, settings, local, servers.close)
+    return Swarm(directory, RemoteServers(), settings, local)

@@ -1,6 +1,6 @@
 """What routes need of a connection to another server, and of the blocks of this process."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from typing import Protocol
 
@@ -22,10 +22,17 @@ class Peer(Protocol):
         """Sends a step; the future fails with PeerError, at the latest after `timeout` seconds."""
 
 
-class Connect(Protocol):
-    """Gives the connection to a server by its address; it is kept for the next caller."""
+class Peers(Protocol):
+    """Connections to servers by their addresses, for use by several threads."""
 
-    def __call__(self, address: str) -> Peer: ...
+    def connect(self, address: str) -> Peer:
+        """The connection to a server, which is kept for the next caller."""
+
+    def keep(self, addresses: Collection[str]) -> None:
+        """Ends connections to other servers than these, unless steps are under way on them."""
+
+    def close(self) -> None:
+        """Ends all connections."""
 
 
 class LocalBlocks(Protocol):

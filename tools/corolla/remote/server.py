@@ -1,5 +1,6 @@
 """Another server as routes use it: its sessions, and steps through its blocks."""
 
+from collections.abc import Collection
 from concurrent.futures import Future
 from threading import Lock
 
@@ -49,6 +50,11 @@ class RemoteServer:
         """See Peer."""
         return self._connection.submit(step, timeout)
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no step is under way."""
+        return not self._connection.outstanding
+
     def close(self) -> None:
         """Ends the connection."""
         self._connection.close()
@@ -68,25 +74,34 @@ class RemoteServer:
 
 
 class RemoteServers:
-    """One connection to each server that was asked for."""
+    """See Peers."""
 
     def __init__(self) -> None:
         self._guard = Lock()
         self._servers: dict[str, RemoteServer] = {}
 
     def connect(self, address: str) -> RemoteServer:
-        """The connection to a server, made when it is first asked for."""
+        """See Peers."""
         with self._guard:
             if address not in self._servers:
                 self._servers[address] = RemoteServer(address)
             return self._servers[address]
 
-    def close(self) -> None:
-        """Ends all connections."""
+    def keep(self, addresses: Collection[str]) -> None:
+        """See Peers."""
         with self._guard:
-            for server in self._servers.values():
-                server.close()
+            unused = [at for at, server in self._servers.items() if at not in addresses and server.is_idle]
+            servers = [self._servers.pop(address) for address in unused]
+        for server in servers:
+            server.close()
+
+    def close(self) -> None:
+        """See Peers."""
+        with self._guard:
+            servers = list(self._servers.values())
             self._servers.clear()
+        for server in servers:
+            server.close()
 
 
 def _input(name: str, datatype: str, value: str | float) -> grpc_client.InferInput:

@@ -15,7 +15,7 @@ from corolla.errors import CorollaError, OverloadedError
 from corolla.peers.record import PeerRecord, PeerState
 from corolla.remote.errors import PeerRefusalError
 from corolla.remote.patience import FAILOVER_TIMEOUT, PUSH_GRACE, STEP_TIMEOUT, Patience
-from corolla.remote.peer import Connect, LocalBlocks
+from corolla.remote.peer import LocalBlocks, Peers
 from corolla.remote.runner import RouteRow, RouteRunner
 from corolla.remote.sessions import RouteSessions, SpanSession
 from corolla.remote.trip import AbandonedError, SpanError, TripContext
@@ -109,20 +109,17 @@ class Swarm:
     def __init__(
         self,
         directory: Directory,
-        connect: Connect,
+        peers: Peers,
         settings: SwarmSettings,
         local: LocalBlocks | None = None,
-        disconnect: Callable[[], None] = lambda: None,
     ) -> None:
-        """`disconnect` ends all connections."""
         self._directory = directory
-        self._connect = connect
-        self._disconnect = disconnect
+        self._peers = peers
         self._settings = settings
         self.measured = Measurements()
         self.bans = Bans()
         patience = Patience(settings.step_timeout, settings.push_grace, self._expected)
-        self.context = TripContext(connect, self, settings.encoding, patience)
+        self.context = TripContext(peers, self, settings.encoding, patience)
         self._runner = RouteRunner(self.context, local)
         self._calls = ThreadPoolExecutor(OPENING, thread_name_prefix="peer-calls")
         self._closing = ThreadPoolExecutor(CLOSING, thread_name_prefix="peer-closing")
@@ -178,7 +175,7 @@ class Swarm:
         self._calls.shutdown(wait=False)
         self._closing.shutdown(wait=False)
         self._directory.close()
-        self._disconnect()
+        self._peers.close()
 
     def answered(self, span: Span, positions: int, computed: float, waited: float | None) -> None:
         """See Observer."""
@@ -278,14 +275,14 @@ class Swarm:
             return SpanSession(span, need.own_id)
         idle = self._settings.failover_timeout + IDLE_MARGIN
         try:
-            peer = self._connect(span.address)
+            peer = self._peers.connect(span.address)
             return SpanSession(span, peer.open(need.max_length, need.adapter, patience, idle))
         except CorollaError as error:
             raise SpanError(span, error) from error
 
     def _close(self, session: SpanSession) -> None:
         try:
-            self._connect(session.span.address).close_session(session.id)
+            self._peers.connect(session.span.address).close_session(session.id)
         except CorollaError as error:
             logger.debug("a session on %s could not be closed: %s", session.span.address, error)
 
@@ -328,6 +325,7 @@ class Swarm:
         peers = self._directory.peers()
         self._records = {peer.peer_id: peer for peer in peers}
         self._leaving = frozenset(peer.peer_id for peer in peers if peer.state is PeerState.OFFLINE)
+        self._peers.keep({peer.address for peer in peers})
 
 
 def _names(sessions: Sequence[SpanSession]) -> str:

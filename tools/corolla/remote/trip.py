@@ -14,7 +14,7 @@ import torch
 from corolla.errors import CorollaError
 from corolla.remote.errors import PeerUnreachableError
 from corolla.remote.patience import Patience
-from corolla.remote.peer import Connect
+from corolla.remote.peer import Peers
 from corolla.remote.sessions import SpanSession
 from corolla.routing.route import Span
 from corolla.wire.messages import Hop, SpanOutput, SpanStep
@@ -80,7 +80,7 @@ class Links:
 class TripContext:
     """What all trips have in common: hidden states travel in `encoding`."""
 
-    connect: Connect
+    peers: Peers
     observer: Observer
     encoding: str
     patience: Patience = field(default_factory=Patience)
@@ -197,7 +197,7 @@ class Trip:
         timeout = sum(self._context.patience.deadline(span, self._positions) for span in self._spans[: index + 1])
         step = SpanStep(hop.session_ids, self._starts, self._id, states, hop.blocks, hops, timeout)
         try:
-            self._answers[index].append(self._context.connect(hop.address).submit(step, timeout))
+            self._answers[index].append(self._context.peers.connect(hop.address).submit(step, timeout))
         except CorollaError as error:
             raise SpanError(self._spans[index], error) from error
 
