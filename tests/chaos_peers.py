@@ -17,15 +17,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from threading import Event, Thread
 
 from tqdm import tqdm
 
 from checkpoints import Case, random_prompt, text_of
 from corolla.client import CorollaClient
 from corolla.errors import CorollaError
-from corolla.peers.registry import PeerRegistry, open_registry
-from swarm_servers import SwarmServer, announcement, write_server
+from swarm_servers import Announced, SwarmServer, write_server
+from waiting import wait_until
 
 CASE = Case(
     name="chaos",
@@ -37,7 +36,6 @@ CASE = Case(
     seed=12,
 )  # fmt: skip
 PROMPT_TOKENS = (3, 9, 17, 40, 60, 90, 130, 200)
-TTL = 6.0
 UNNEEDED = ("chain",)
 """Models of the servers of parts that no generation needs; without them a server starts sooner."""
 
@@ -46,59 +44,47 @@ UNNEEDED = ("chain",)
 class Part:
     """One of the servers that hold the same blocks; started again and again."""
 
-    name: str
     blocks: range
     repository: Path
     run_directory: Path
     server: SwarmServer | None = None
-    lease: PeerRegistry | None = None
-    starts: int = 0
     seconds: list[float] = field(default_factory=list)
-    """How long the starts took."""
+    """How long the starts took, until others knew of it."""
 
 
 class Swarm:
-    """Servers for all parts, each announced for as long as it lives."""
+    """Servers for all parts."""
 
     def __init__(self, folder: Path, cache: Path, replicas: int) -> None:
         self._cache = cache
-        self._registry = f"sqlite:///{folder / 'peers.db'}"
-        self._stopping = Event()
+        registry = f"sqlite:///{folder / 'peers.db'}"
         checkpoint = folder / "checkpoint"
         CASE.write(checkpoint)
-        self.entry_repository = write_server(
-            folder / "entry", checkpoint, range(0), self._registry, ends=True, step_timeout=3.0
-        )
-        self.entry_run_directory = folder / "run-entry"
+        entry = write_server(folder / "entry", checkpoint, range(0), registry, ends=True, step_timeout=3.0)
+        self.entry = Part(range(0), entry, folder / "run-entry")
         self.parts = []
-        for index, blocks in enumerate(CASE.ranges):
-            repository = write_server(folder / f"part-{index}", checkpoint, blocks)
-            for pattern in UNNEEDED:
-                for model in repository.glob(pattern):
-                    shutil.rmtree(model)
-            for replica in range(replicas):
-                name = f"part-{index}-{replica}"
-                self.parts.append(Part(name, blocks, repository, folder / f"run-{name}"))
-        Thread(target=self._keep_alive, daemon=True).start()
+        for blocks in CASE.ranges:
+            name = f"{blocks.start}-{blocks.stop}"
+            repository = write_server(folder / name, checkpoint, blocks, registry)
+            for model in UNNEEDED:
+                shutil.rmtree(repository / model)
+            self.parts += [Part(blocks, repository, folder / f"run-{name}-{index}") for index in range(replicas)]
+        self._announced = Announced(registry)
 
-    def start_entry(self) -> SwarmServer:
-        return self._started(self.entry_repository, self.entry_run_directory)
-
-    def start(self, part: Part) -> None:
-        """Starts the server of a part, and announces it when it is ready."""
+    def start(self, part: Part) -> SwarmServer:
+        """Starts a server, and waits until others know of it."""
         begun = time.monotonic()
-        part.starts += 1
         shutil.rmtree(part.run_directory, ignore_errors=True)
-        server = self._started(part.repository, part.run_directory)
-        lease = open_registry(self._registry, TTL)
-        lease.put(announcement(f"{part.name}-{part.starts}", part.blocks, server.grpc))
-        part.server, part.lease = server, lease
+        server = SwarmServer(part.repository, part.run_directory, self._cache)
+        wait_until(lambda: self._announced.online(server))
+        part.server = server
         part.seconds.append(time.monotonic() - begun)
+        return server
 
     def kill(self, part: Part) -> None:
         """kill -9 of all its processes; its announcement is left to expire."""
         assert part.server is not None
-        server, part.server, part.lease = part.server, None, None
+        server, part.server = part.server, None
         server.kill()
 
     def can_be_killed(self) -> list[Part]:
@@ -107,21 +93,10 @@ class Swarm:
         return [part for part in up if any(other.blocks == part.blocks for other in up if other is not part)]
 
     def stop(self) -> None:
-        self._stopping.set()
-        for part in self.parts:
+        for part in (*self.parts, self.entry):
             if part.server is not None:
                 self.kill(part)
-
-    def _started(self, repository: Path, run_directory: Path) -> SwarmServer:
-        return SwarmServer(
-            repository, "--run-dir", str(run_directory), env={"COROLLA_CACHE": str(self._cache)}
-        )
-
-    def _keep_alive(self) -> None:
-        while not self._stopping.wait(TTL / 3):
-            for lease in [part.lease for part in self.parts]:
-                if lease is not None:
-                    lease.keep_alive()
+        self._announced.close()
 
 
 def generate(address: str, prompt: list[int], max_tokens: int) -> str:
@@ -154,7 +129,7 @@ def run_chaos(swarm: Swarm, address: str, seconds: float, interval: float, max_t
     prompts = [random_prompt(length, seed=length) for length in PROMPT_TOKENS]
     expected = [generate(address, prompt, max_tokens) for prompt in prompts]
     killed, waited = 0, 0
-    restarts: list[Future[None]] = []
+    restarts: list[Future[SwarmServer]] = []
     with ThreadPoolExecutor(len(prompts) + len(swarm.parts)) as pool:
         end = time.monotonic() + seconds
         running = [
@@ -201,7 +176,7 @@ def main() -> None:
         stack.callback(swarm.stop)
         for part in tqdm(swarm.parts, desc="servers started", file=sys.stderr):
             swarm.start(part)
-        entry = stack.enter_context(swarm.start_entry())
+        entry = swarm.start(swarm.entry)
         print(run_chaos(swarm, entry.grpc, options.seconds, options.interval, options.max_tokens, options.seed))
 
 

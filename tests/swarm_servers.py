@@ -2,14 +2,12 @@
 
 import os
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
 
-from corolla.peers.record import PeerRecord, PeerState, Throughput
-from corolla.peers.registry import open_registry
+from corolla.peers.directory import PeerDirectory
+from corolla.peers.record import PeerState
 from corolla.repository.writer import write_repository
 from local_server import make_plan
 from servers import RunningServer
@@ -19,12 +17,10 @@ CACHE_TOKENS = 16 * 1024
 
 
 class SwarmServer(RunningServer):
-    """One server; its processes can be ended or stopped all at once."""
+    """One server of a repository, in a run directory of its own; its processes can be ended or stopped all at once."""
 
-    def tree(self) -> list[psutil.Process]:
-        """All its processes, the first one that of `corolla serve`."""
-        whole = psutil.Process(self.process.pid)
-        return [whole, *whole.children(recursive=True)]
+    def __init__(self, repository: Path, run_directory: Path, cache: Path) -> None:
+        super().__init__(repository, "--run-dir", str(run_directory), env={"COROLLA_CACHE": str(cache)})
 
     def kill(self) -> None:
         """kill -9 of all of them; nothing is cleaned up."""
@@ -32,39 +28,32 @@ class SwarmServer(RunningServer):
         self.process.wait()
 
     def signal(self, number: int) -> None:
-        for process in self.tree():
+        """To the process of `corolla serve` first, so that it starts none again."""
+        whole = psutil.Process(self.process.pid)
+        for process in (whole, *whole.children(recursive=True)):
             os.kill(process.pid, number)
 
 
-def announcement(peer_id: str, blocks: range, address: str) -> PeerRecord:
-    """The record of a server that is as good as any."""
-    speed = Throughput(inference=1000.0, forward=10000.0, network=10000.0)
-    return PeerRecord(
-        peer_id, address, MODEL, REVISION, blocks.start, blocks.stop, PeerState.ONLINE, speed, "float32", "none", False,
-        CACHE_TOKENS, CACHE_TOKENS,
-    )  # fmt: skip
+class Announced:
+    """What is in the registry of the servers."""
+
+    def __init__(self, registry: str) -> None:
+        self._directory = PeerDirectory(registry, MODEL, REVISION)
+
+    def online(self, *servers: SwarmServer) -> bool:
+        """Whether all of them take sessions."""
+        addresses = {peer.address for peer in self._directory.peers() if peer.state is PeerState.ONLINE}
+        return all(server.grpc in addresses for server in servers)
+
+    def close(self) -> None:
+        self._directory.close()
 
 
-def announce(registry: str, peer_id: str, blocks: range, address: str) -> None:
-    """Registers a server for as long as a test takes."""
-    open_registry(registry, ttl=3600.0).put(announcement(peer_id, blocks, address))
-
-
-def write_server(
-    folder: Path, checkpoint: Path, blocks: range, registry: str = "", *, ends: bool = False, **options: object
-) -> Path:
-    """A repository for some blocks of a model, which are one range; with a registry for the one with the `ends`."""
+def write_server(folder: Path, checkpoint: Path, blocks: range, registry: str, **options: object) -> Path:
+    """A repository for some blocks of a model, which are one range."""
     plan = make_plan(
-        checkpoint, [blocks] if blocks else [], blocks=blocks, ends=ends, span=not ends, registry=registry,
-        model_id=MODEL, revision=REVISION, attn_cache_tokens=CACHE_TOKENS, **options,
+        checkpoint, [blocks] if blocks else [], blocks=blocks, registry=registry, model_id=MODEL, revision=REVISION,
+        attn_cache_tokens=CACHE_TOKENS, **({"ends": False} | options),
     )  # fmt: skip
     write_repository(plan, folder)
     return folder
-
-
-@contextmanager
-def started(repository: Path, cache: Path, run_directory: Path) -> Iterator[SwarmServer]:
-    """A server on one thread, in a run directory that is gone with the test."""
-    flags = ("--run-dir", str(run_directory))
-    with SwarmServer(repository, *flags, env={"COROLLA_CACHE": str(cache)}) as server:
-        yield server

@@ -3,7 +3,7 @@
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +12,7 @@ import pytest
 from checkpoints import SERVED, random_prompt, text_of
 from corolla.client import CorollaClient
 from reference import Reference
-from swarm_servers import SwarmServer, announce, started, write_server
+from swarm_servers import Announced, SwarmServer, write_server
 from waiting import wait_until
 
 FIRST, REST = range(0, 2), range(2, 5)
@@ -43,13 +43,16 @@ def swarm(tmp_path_factory: pytest.TempPathFactory, suite_cache: Path) -> Iterat
     checkpoint, registry = folder / "checkpoint", f"sqlite:///{folder / 'peers.db'}"
     SERVED.write(checkpoint)
     entry = write_server(folder / "entry", checkpoint, FIRST, registry, ends=True, step_timeout=1.0)
-    other = write_server(folder / "other", checkpoint, REST)
-    with ExitStack() as stack, ThreadPoolExecutor() as starting:
-        names = [(entry, "run-entry"), (other, "run-other-0"), (other, "run-other-1")]
-        contexts = [started(repository, suite_cache, folder / run) for repository, run in names]
-        servers = [future.result() for future in [starting.submit(stack.enter_context, c) for c in contexts]]
-        for index, server in enumerate(servers[1:]):
-            announce(registry, f"other-{index}", REST, server.grpc)
+    other = write_server(folder / "other", checkpoint, REST, registry)
+
+    def start(repository: Path, run_directory: str) -> SwarmServer:
+        return stack.enter_context(SwarmServer(repository, folder / run_directory, suite_cache))
+
+    with ExitStack() as stack, ThreadPoolExecutor() as pool:
+        starting = [pool.submit(start, *names) for names in ((entry, "run-0"), (other, "run-1"), (other, "run-2"))]
+        servers = [future.result() for future in starting]
+        with closing(Announced(registry)) as announced:
+            wait_until(lambda: announced.online(*servers))
         yield Swarm(servers[0], servers[1:], Reference(checkpoint))
 
 
