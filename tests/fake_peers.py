@@ -182,6 +182,7 @@ class FakeNetwork:
 
     def __init__(self) -> None:
         self.peers_by_name: dict[str, FakePeer] = {}
+        self.kept: set[str] = set()
         self._records: dict[str, PeerRecord] = {}
         self._changed = threading.Condition()
 
@@ -218,7 +219,7 @@ class FakeNetwork:
             return self._changed.wait(timeout)
 
     def keep(self, addresses: Collection[str]) -> None:
-        """All connections are."""
+        self.kept = set(addresses)
 
     def close(self) -> None:
         """Nothing to end."""

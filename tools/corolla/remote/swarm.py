@@ -2,11 +2,12 @@
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from threading import Event, Thread
+from threading import Event, Lock, Thread
 from typing import Protocol
 
 import torch
@@ -126,6 +127,8 @@ class Swarm:
         self._records: dict[str, PeerRecord] = {}
         self._leaving: frozenset[str] = frozenset()
         self._staying: dict[str, float] = {}
+        self._open_at: Counter[str] = Counter()
+        self._counting = Lock()
         self._closed = Event()
         self._look()
         Thread(target=self._watch, name="peers", daemon=True).start()
@@ -276,15 +279,23 @@ class Swarm:
         idle = self._settings.failover_timeout + IDLE_MARGIN
         try:
             peer = self._peers.connect(span.address)
-            return SpanSession(span, peer.open(need.max_length, need.adapter, patience, idle))
+            session = SpanSession(span, peer.open(need.max_length, need.adapter, patience, idle))
         except CorollaError as error:
             raise SpanError(span, error) from error
+        self._count_open(span.address, 1)
+        return session
 
     def _close(self, session: SpanSession) -> None:
         try:
             self._peers.connect(session.span.address).close_session(session.id)
         except CorollaError as error:
             logger.debug("a session on %s could not be closed: %s", session.span.address, error)
+        finally:
+            self._count_open(session.span.address, -1)
+
+    def _count_open(self, address: str, change: int) -> None:
+        with self._counting:
+            self._open_at[address] += change
 
     @contextmanager
     def _released_on_error(self, sessions: Sequence[SpanSession]) -> Iterator[None]:
@@ -325,7 +336,11 @@ class Swarm:
         peers = self._directory.peers()
         self._records = {peer.peer_id: peer for peer in peers}
         self._leaving = frozenset(peer.peer_id for peer in peers if peer.state is PeerState.OFFLINE)
-        self._peers.keep({peer.address for peer in peers})
+        staying = {peer.address for peer in peers if peer.state is not PeerState.OFFLINE}
+        with self._counting:
+            self._open_at = +self._open_at
+            used = set(self._open_at)
+        self._peers.keep(staying | used)  # a server cannot end while somebody is connected to it
 
 
 def _names(sessions: Sequence[SpanSession]) -> str:
