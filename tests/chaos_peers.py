@@ -36,8 +36,6 @@ CASE = Case(
     seed=12,
 )  # fmt: skip
 PROMPT_TOKENS = (3, 9, 17, 40, 60, 90, 130, 200)
-UNNEEDED = ("chain",)
-"""Models of the servers of parts that no generation needs; without them a server starts sooner."""
 
 
 @dataclass
@@ -66,8 +64,6 @@ class Swarm:
         for blocks in CASE.ranges:
             name = f"{blocks.start}-{blocks.stop}"
             repository = write_server(folder / name, checkpoint, blocks, registry)
-            for model in UNNEEDED:
-                shutil.rmtree(repository / model)
             self.parts += [Part(blocks, repository, folder / f"run-{name}-{index}") for index in range(replicas)]
         self._announced = Announced(registry)
 
