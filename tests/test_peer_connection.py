@@ -37,6 +37,7 @@ class Peer(GRPCInferenceServiceServicer):
         self.responses: SimpleQueue[ModelStreamInferResponse | None] = SimpleQueue()
         self.stopped = Event()
         self.go_on = Event()
+        self.ended = Event()
         self._readers = ThreadPoolExecutor(4)
 
     def ServerLive(self, request: ServerLiveRequest, context: object) -> ServerLiveResponse:  # noqa: N802
@@ -66,6 +67,8 @@ class Peer(GRPCInferenceServiceServicer):
                 self.requests.put(request)
         except grpc.RpcError:
             return
+        finally:
+            self.ended.set()
 
 
 @pytest.fixture
@@ -125,6 +128,23 @@ def test_a_stream_that_ends_fails_what_is_outstanding_and_is_made_again(
     peer.answer(peer.requests.get(timeout=SECONDS))
     assert again.result(SECONDS).free_tokens == 7
     assert not connection.suspect
+
+
+def test_an_idle_connection_ends_its_stream_until_it_is_needed(
+    peer: Peer, connection: PeerConnection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection_module, "IDLE_SECONDS", 0.05)
+    first = connection.submit(STEP)
+    request = peer.requests.get(timeout=SECONDS)
+    assert not peer.ended.wait(0.3), "it waits for an answer"
+    peer.answer(request)
+    assert first.result(SECONDS).pushed
+    assert peer.ended.wait(SECONDS)
+    assert not connection.suspect
+    peer.responses.put(None)
+    again = connection.submit(STEP)
+    peer.answer(peer.requests.get(timeout=SECONDS))
+    assert again.result(SECONDS).pushed
 
 
 def test_a_server_that_is_stopped_is_noticed(

@@ -16,6 +16,8 @@ from corolla.wire.messages import SpanOutput, SpanStep
 
 TICK = 0.05
 """Seconds between looks for steps whose time is over, and for a server that says nothing any more."""
+IDLE_SECONDS = 3.0
+"""After so long without steps it rests: Triton does not stop, nor unload a model, under an open stream."""
 FIRST_BACKOFF, LONGEST_BACKOFF = 0.1, 5.0
 """Seconds after a failed attempt to connect for which steps fail at once; doubled each time."""
 
@@ -45,7 +47,7 @@ class _Pending:
 class PeerConnection:
     """Sends steps to one server, `address` host:port of its gRPC endpoint; may be used by any threads.
 
-    It connects with the first step, and again with the first one after it broke. Nothing but `close` blocks.
+    It connects with the first step, and again with the first one after it broke or rested. Nothing but `close` blocks.
     """
 
     def __init__(self, address: str) -> None:
@@ -55,6 +57,7 @@ class PeerConnection:
         self._sent: dict[str, _Pending] = {}
         self._unsent: list[tuple[str, _Pending]] = []
         self._stream: SpanStream | None = None
+        self._used = 0.0
         self._closed = False
         self._backoff = FIRST_BACKOFF
         self._retry_at = 0.0
@@ -83,6 +86,7 @@ class PeerConnection:
         request = to_request(step, number, acknowledge=acknowledge)
         pending = _Pending(request, Future(), now, deadline, on_handed)
         with self._changed:
+            self._used = now
             refusal = self._refusal()
             if refusal is None and self._stream is not None:
                 self._sent[number] = pending
@@ -186,13 +190,18 @@ class PeerConnection:
             pending.settle(PeerUnreachableError(f"{self.address}: {reason}"))
 
     def _look(self) -> None:
-        """For steps whose time is over, and for a server that says nothing any more."""
+        """For steps whose time is over, for a server that says nothing any more, and whether to rest."""
         now = time.monotonic()
         with self._changed:
             late = [number for number, pending in self._sent.items() if now > pending.deadline]
             expired = [self._sent.pop(number) for number in late]
             stream, waiting_since = self._stream, min((pending.since for pending in self._sent.values()), default=now)
+            resting = not self.outstanding and now > self._used + IDLE_SECONDS
+            if resting:
+                self._stream = None
         for pending in expired:
             pending.settle(PeerUnreachableError(f"{self.address}: no answer in time"))
-        if stream is not None:
+        if stream is not None and resting:
+            stream.close()
+        elif stream is not None:
             stream.check(waiting_since)
