@@ -22,7 +22,11 @@ from wire import GrpcWire, HttpWire, Sessions, Wire
 
 torch.set_num_threads(1)
 
-LONGEST = ("remote", "test_chaos", "test_family_decoders", "test_bench", "test_launcher", "test_decoders")
+LONGEST = (
+    "remote", "test_bench", "test_decoders", "test_chaos", "test_served_balance", "test_launcher", "test_family_decoders",
+    "test_served_adapters", "test_served_swarm", "test_served_families", "test_quantization", "test_served_bfloat16",
+    "test_served_tensor_parallel", "test_served_span", "test_tensor_parallel", "test_kernels", "test_draining",
+)  # fmt: skip
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -41,8 +41,10 @@ def test_load_is_measured_without_failures(remote: Remote, locustfile: str, tmp_
     assert summary["tokens"] == summary["requests"] * MAX_TOKENS
     assert summary["tokens_per_second"] == pytest.approx(summary["tokens"] / summary["seconds"], rel=0.01)
     assert summary["tokens_per_response"] >= 1
-    for name in ("time_to_first_token_ms", "inter_token_ms", "response_gap_ms", "request_ms"):
+    for name in ("time_to_first_token_ms", "request_ms"):
         assert 0 < summary[name]["p50"] <= summary[name]["p95"], name
+    for name in ("inter_token_ms", "response_gap_ms"):  # a client that had no processor meanwhile reads all at once
+        assert 0 <= summary[name]["p50"] <= summary[name]["p95"], name
     assert summary["time_to_first_token_ms"]["p50"] < summary["request_ms"]["p50"]
     assert f"{summary['requests']} requests, 0 failed, 0 cut off" in ended.stdout
     if locustfile == "chain_steps":
