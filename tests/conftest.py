@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from checkpoints import CASES, GROUPED, SERVED, Case, random_prompt, text_of
 from corolla.client import CorollaClient
+from corolla.kernels.build import load_kernels
 from corolla.repository.writer import write_repository
 from local_server import LocalServer, make_plan
 from reference import Reference
@@ -23,9 +25,9 @@ from wire import GrpcWire, HttpWire, Sessions, Wire
 torch.set_num_threads(1)
 
 LONGEST = (
-    "remote", "test_bench", "test_decoders", "test_chaos", "test_served_balance", "test_launcher", "test_family_decoders",
-    "test_served_adapters", "test_served_swarm", "test_served_families", "test_quantization", "test_served_bfloat16",
-    "test_served_tensor_parallel", "test_served_span", "test_tensor_parallel", "test_kernels", "test_draining",
+    "remote", "test_bench", "test_decoders", "test_chaos", "test_served_balance", "test_launcher",
+    "test_family_decoders", "test_served_adapters", "test_served_swarm", "test_served_families", "test_quantization",
+    "test_served_bfloat16", "test_served_tensor_parallel", "test_served_span", "test_tensor_parallel", "test_kernels",
 )  # fmt: skip
 
 
@@ -62,6 +64,13 @@ def suite_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "suite-cache"
     folder.mkdir(exist_ok=True)
     return folder
+
+
+@pytest.fixture(scope="session")
+def kernels(suite_cache: Path) -> None:
+    """The CPU kernels, loaded into this process."""
+    with mock.patch.dict(os.environ, COROLLA_CACHE=str(suite_cache)):
+        load_kernels()
 
 
 def serve_locally(case: Case, folder: Path, cache: Path, **options: Any) -> Served:

@@ -4,13 +4,11 @@ Tolerances: float32 sums in another order differ by less than 1e-4 here; bfloat1
 from float32 sums, differ from PyTorch's by at most one step of bfloat16 (2^-7 of the value).
 """
 
-import os
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -25,14 +23,10 @@ from corolla.kernels.quantized_packing import pack_int8, pack_nf4
 from corolla.model.alibi import alibi_slopes
 from corolla.model.lora import Adapter, AdapterTables, GroupedRows
 
+pytestmark = pytest.mark.usefixtures("kernels")
+
 DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCE = {torch.float32: {"rtol": 0, "atol": 1e-4}, torch.bfloat16: {"rtol": 2**-7, "atol": 1e-2}}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _kernels(suite_cache: Path) -> None:
-    with mock.patch.dict(os.environ, COROLLA_CACHE=str(suite_cache)):
-        build.load_kernels()
 
 
 def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:

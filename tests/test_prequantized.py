@@ -5,13 +5,11 @@ unquantized checkpoint, which test_quantization compares with transformers.
 """
 
 import json
-import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -29,11 +27,12 @@ from corolla.checkpoint.parts import EMBEDDING, HEAD, block_part
 from corolla.checkpoint.prepared import PreparedParts
 from corolla.cli.main import cli
 from corolla.errors import CheckpointError, InvalidValueError
-from corolla.kernels.build import load_kernels
 from corolla.model.block_range import BlockRange
 from corolla.model.ends import Embedding, Head
 from corolla.quantization import INT8, NF4, NONE
 from local_server import LocalServer, make_plan, served_model
+
+pytestmark = pytest.mark.usefixtures("kernels")
 
 ABSOLUTE = 1e-4
 BLOCKS = range(GROUPED.blocks)
@@ -70,12 +69,6 @@ SETTINGS = {
     "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
     "nf4-double": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _kernels(suite_cache: Path) -> None:
-    with mock.patch.dict(os.environ, COROLLA_CACHE=str(suite_cache)):
-        load_kernels()
 
 
 @pytest.fixture(scope="module")

@@ -6,11 +6,9 @@ INT8 does not quantize inputs, as LLM.int8 does; its own reference is transforme
 for, and it is closer to the original checkpoint than LLM.int8 is.
 """
 
-import os
 import sys
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -28,7 +26,6 @@ from corolla.checkpoint.parts import EMBEDDING, HEAD, block_part
 from corolla.checkpoint.prepared import PreparedParts
 from corolla.cli.main import cli
 from corolla.errors import CheckpointError, InvalidValueError
-from corolla.kernels.build import load_kernels
 from corolla.model.block_range import BlockRange
 from corolla.model.ends import Embedding, Head
 from corolla.model.linears import use_linears
@@ -36,16 +33,12 @@ from corolla.quantization import INT8, NF4
 from local_server import make_plan, served_model
 from test_kernels import DTYPES, TOLERANCE, random
 
+pytestmark = pytest.mark.usefixtures("kernels")
+
 ABSOLUTE = 1e-4
 QUANTS = (INT8, NF4)
 REFERENCE_CASES = [GROUPED, CASES[1]]
 """Inputs in multiples of 64, and in other numbers. Among the others are multiples of 32, of which see below."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _kernels(suite_cache: Path) -> None:
-    with mock.patch.dict(os.environ, COROLLA_CACHE=str(suite_cache)):
-        load_kernels()
 
 
 def transformers_model(checkpoint: Path, quant: str, dtype: torch.dtype) -> Any:
