@@ -73,6 +73,7 @@ class Swarm:
         shutil.rmtree(part.run_directory, ignore_errors=True)
         server = SwarmServer(part.repository, part.run_directory, self._cache)
         wait_until(lambda: self._announced.online(server))
+        server.give_way()  # on few cores, the generations would hold up the next start for minutes
         part.server = server
         part.seconds.append(time.monotonic() - begun)
         return server

@@ -29,9 +29,17 @@ class SwarmServer(RunningServer):
 
     def signal(self, number: int) -> None:
         """To the process of `corolla serve` first, so that it starts none again."""
-        whole = psutil.Process(self.process.pid)
-        for process in (whole, *whole.children(recursive=True)):
+        for process in self._processes():
             os.kill(process.pid, number)
+
+    def give_way(self) -> None:
+        """Lets other processes of the machine go first, such as servers that start."""
+        for process in self._processes():
+            process.nice(15)
+
+    def _processes(self) -> list[psutil.Process]:
+        whole = psutil.Process(self.process.pid)
+        return [whole, *whole.children(recursive=True)]
 
 
 class Announced:
