@@ -1,9 +1,10 @@
-"""Registries that die under a swarm: is any server ever taken for gone that is not?
+"""Registries that die under a swarm: is any server ever taken for gone that is not? And when are those that are?
 
 python tests/chaos_registry.py --seconds 60
 """
 
 import argparse
+import multiprocessing
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -26,17 +27,22 @@ ENGINES: dict[str, Callable[[Path], Engine]] = {"sqlite": SqliteFile, "etcd": Et
 
 
 def main() -> None:
-    """One line per engine, and one for leaders of etcd."""
+    """Two lines per engine, and one for leaders of etcd."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=60.0, help="How long a registry is away.")
+    parser.add_argument("--seconds", type=float, default=60.0, help="How long a registry is away; 0 for never.")
+    parser.add_argument("--killed", type=int, default=3, help="How many servers are killed.")
     parser.add_argument("--leaders", type=int, default=5, help="How many leaders of etcd are killed.")
     parser.add_argument("--engines", default=",".join(ENGINES), help="Those that are killed.")
     options = parser.parse_args()
     for name in filter(None, options.engines.split(",")):
         with tempfile.TemporaryDirectory() as folder, closing(ENGINES[name](Path(folder))) as engine:
-            print(f"{name}: {absence(engine, options.seconds)}", flush=True)
-    with tempfile.TemporaryDirectory() as folder, closing(EtcdCluster(Path(folder), members=3)) as cluster:
-        print(f"etcd, leaders: {dead_leaders(cluster, options.leaders)}", flush=True)
+            if options.seconds:
+                print(f"{name}: {absence(engine, options.seconds)}", flush=True)
+            if options.killed:
+                print(f"{name}: {dead_servers(engine, options.killed)}", flush=True)
+    if options.leaders:
+        with tempfile.TemporaryDirectory() as folder, closing(EtcdCluster(Path(folder), members=3)) as cluster:
+            print(f"etcd, leaders: {dead_leaders(cluster, options.leaders)}", flush=True)
 
 
 def absence(engine: Engine, seconds: float) -> str:
@@ -53,6 +59,31 @@ def absence(engine: Engine, seconds: float) -> str:
             f"away {seconds:.0f} s, {looks + more} looks, servers missing in {missing + more_missing}, slowest look "
             f"{max(slowest, slower) * 1e3:.2f} ms; news came {time.monotonic() - written:.2f} s after they were written"
         )
+
+
+def dead_servers(engine: Engine, count: int) -> str:
+    """Kills announcers with kill -9, each at another time after a sign of life."""
+    spawn, seconds = multiprocessing.get_context("spawn"), []
+    with closing(PeerDirectory(engine.url, "org/name", "0123abcd", TTL)) as directory:
+        for number in range(count):
+            announcer = spawn.Process(target=announce, args=(engine.url, f"dead{number}"), daemon=True)
+            announcer.start()
+            wait_until(lambda: len(directory.peers()) == 1, timeout=60)
+            time.sleep(TTL + number * TTL / 3 / count)
+            assert len(directory.peers()) == 1
+            announcer.kill()
+            announcer.join()
+            killed = time.monotonic()
+            wait_until(lambda: not directory.peers(), timeout=60)
+            seconds.append(time.monotonic() - killed)
+    return f"{count} servers killed, gone after {min(seconds):.1f} to {max(seconds):.1f} s, with a TTL of {TTL:.0f} s"
+
+
+def announce(url: str, peer_id: str) -> None:
+    """A server that is announced until it is killed."""
+    Announcer(open_registry(url, TTL), record(peer_id), TTL, lambda found: found)
+    while True:
+        time.sleep(TTL)
 
 
 def dead_leaders(cluster: EtcdCluster, count: int) -> str:
