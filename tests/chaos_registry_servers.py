@@ -10,6 +10,7 @@ import argparse
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from checkpoints import SERVED, random_prompt
 from corolla.peers.directory import PeerDirectory
 from corolla.peers.record import PeerState
 from corolla.peers.registry import DEFAULT_TTL
+from servers import RunningServer
 from swarm_servers import MODEL, REVISION, SwarmServer, write_server
 from waiting import wait_until
 
@@ -118,7 +120,7 @@ def unharmed(future: Future[list[str]]) -> int:
     return len(outcomes)
 
 
-def wait_until_online(registry: str, servers: list[SwarmServer]) -> None:
+def wait_until_online(registry: str, servers: Sequence[RunningServer]) -> None:
     """As one sees it who asks the registry for the first time."""
     with closing(PeerDirectory(registry, MODEL, REVISION)) as directory:
         addresses = sorted(server.grpc for server in servers)
