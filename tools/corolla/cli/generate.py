@@ -29,7 +29,9 @@ def command(text: str, address: str, stop_words: tuple[str, ...], **options: Any
     if stop_words:
         given["stop_words"] = stop_words
     click.echo(text, nl=False)
-    with CorollaClient(address) as client:
-        for chunk in client.generate(text, **given):
-            click.echo(chunk.text, nl=False)
-    click.echo()
+    try:
+        with CorollaClient(address) as client:
+            for chunk in client.generate(text, **given):
+                click.echo(chunk.text, nl=False)
+    finally:
+        click.echo()

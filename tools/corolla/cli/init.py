@@ -17,7 +17,7 @@ from corolla.repository.writer import repository_changes
       corolla init ./my-llama --out ./repository
       corolla init ./my-llama --out ./repository --ranges 0:10,10:22 --dtype bfloat16
       corolla init org/name --revision v1.0 --out ./repository
-      corolla init ./my-llama --out ./repository --blocks 8:16 --registry sqlite:///peers.db"""
+      corolla init ./my-llama --out ./repository --blocks 8:16 --registry sqlite:///tmp/peers.db"""
 )
 @click.argument("checkpoint")
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder of the repository.")

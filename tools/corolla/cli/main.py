@@ -24,7 +24,7 @@ COMMANDS = {
     "plan": "Say what of a checkpoint fits on this machine and how fast it will be, with every formula.",
     "peers": "List the servers of a swarm, as they announce themselves.",
     "resume": "Bring a paused model back.",
-    "serve": "Serve the models of a repository until interrupted.",
+    "serve": "Serve a checkpoint, or the models of a repository, until interrupted.",
     "sessions": "Look at the KV cache of a running server; open and close sessions.",
 }
 """What `corolla --help` says of each command. Its module has its name, with _ for -."""

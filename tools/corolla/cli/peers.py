@@ -32,7 +32,7 @@ def command(registry: str, model: str | None, watch: bool, as_json: bool) -> Non
         shown: str | None = None
         while True:
             try:
-                text = _text(_peers(opened, model), as_json)
+                text = _text(_peers(opened, model), as_json) or f"no servers in {registry}"
             except RegistryAwayError as error:
                 if not watch:
                     raise

@@ -9,13 +9,13 @@ _COLUMNS = ("server", "state", "blocks", "address", "weights", "tok/s", "free to
 
 
 def peer_table(peers: Sequence[PeerRecord]) -> str:
-    """One table per model and revision; a server's tok/s are those of single steps through one block."""
+    """One table per model and revision, nothing without servers; tok/s are those of single steps through one block."""
 
     def model(peer: PeerRecord) -> tuple[str, str]:
         return peer.model, peer.revision
 
     tables = [_table(*key, list(group)) for key, group in groupby(sorted(peers, key=model), model)]
-    return "\n\n".join(tables) or "no servers"
+    return "\n\n".join(tables)
 
 
 def _table(model: str, revision: str, peers: list[PeerRecord]) -> str:

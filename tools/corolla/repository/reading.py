@@ -8,7 +8,6 @@ from google.protobuf import json_format, text_format
 from tritonclient.grpc.model_config_pb2 import ModelConfig, ModelInstanceGroup
 
 from corolla.checkpoint.source import Source, written_source
-from corolla.dtypes import DType, dtype_named
 from corolla.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -31,11 +30,6 @@ def registry_of(repository: Path) -> str:
         return _parameter(repository, "registry")
     except CheckpointError:
         return ""
-
-
-def dtype_of(repository: Path) -> DType:
-    """The dtype that a repository serves in; CheckpointError when it is none of Corolla's."""
-    return dtype_named(_parameter(repository, "dtype"))
 
 
 def served_model(repository: Path, name: str) -> "ServedModel":

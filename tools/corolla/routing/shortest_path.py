@@ -45,18 +45,6 @@ def shortest_path(costs: PathCosts) -> list[int]:
     return path[::-1]
 
 
-def path_cost(costs: PathCosts, path: list[int]) -> float:
-    """What a way costs, given the peer of each block."""
-    total = 0.0
-    here = costs.before
-    for peer in path:
-        if peer != here:
-            total += _trip(costs, here, peer) + float(costs.enter[peer])
-        total += float(costs.block[peer])
-        here = peer
-    return total + (_trip(costs, here, costs.after) if here != costs.after else 0.0)
-
-
 def _forward(costs: PathCosts) -> list[np.ndarray]:
     """[b][p]: the least cost of the first b blocks with the last of them at peer p."""
     done = np.full(len(costs.block), np.inf)
@@ -82,8 +70,3 @@ def _predecessor(costs: PathCosts, done: np.ndarray, peer: int, enter: float) ->
     np.minimum.at(arrival, costs.senders[known], done[costs.senders[known]] + costs.trips[known])
     sender = int(arrival.argmin())
     return peer if done[peer] <= arrival[sender] + enter else sender
-
-
-def _trip(costs: PathCosts, sender: int, receiver: int) -> float:
-    known = costs.trips[(costs.senders == sender) & (costs.receivers == receiver)]
-    return float(min(costs.home[sender] + costs.home[receiver], *known))
