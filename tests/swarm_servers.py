@@ -2,6 +2,7 @@
 
 import os
 import signal
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -30,7 +31,8 @@ class SwarmServer(RunningServer):
     def signal(self, number: int) -> None:
         """To the process of `corolla serve` first, so that it starts none again."""
         for process in self._processes():
-            os.kill(process.pid, number)
+            with suppress(ProcessLookupError):  # where one has ended with another
+                os.kill(process.pid, number)
 
     def give_way(self) -> None:
         """Lets other processes of the machine go first, such as servers that start."""

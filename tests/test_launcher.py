@@ -24,6 +24,7 @@ from corolla.server.options import ServerOptions
 from corolla.server.run_directory import RunDirectory, remove_stale_run_directories
 from servers import RunningServer
 from toy_models import add_ensemble, add_model, write_backends
+from waiting import wait_until
 
 RECOVERY_SECONDS = 5.0
 MODELS = ("first", "second", "third", "stream", "fragile")
@@ -349,9 +350,18 @@ class TestEnd:
         server.process.kill()
         _, alive = psutil.wait_procs(processes, timeout=15)
         assert alive == []
-        remove_stale_run_directories()
-        assert not directory.exists()
+        wait_until(lambda: not directory.exists())
         assert not any(stub.region.exists() for stub in stubs)
+        server.stop()
+
+    def test_stubs_that_hang_are_ended_when_the_supervisor_is_killed(self, backends: Path, repository: Path) -> None:
+        server = RunningServer(repository, backends=backends)
+        stubs = [psutil.Process(stub.process.pid) for stub in server.stubs()]
+        for stub in stubs:
+            stub.suspend()
+        server.process.kill()
+        _, alive = psutil.wait_procs(stubs, timeout=15)
+        assert alive == []
         server.stop()
 
     def test_stale_cleanup_spares_the_living(self) -> None:

@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -24,6 +25,8 @@ from corolla.server.processes import kill_and_wait
 _LOCK = "owner.lock"
 _RECORD = "owner.json"
 _PREFIX = "corolla-"
+_BURIAL_SECONDS = 2.0
+"""How long a directory may be in use because what a killed server has left is just being removed."""
 
 
 class RunDirectory:
@@ -86,17 +89,30 @@ def assemble_backends(assembly: Path, installation: Installation, backends: Path
 
 def remove_stale_run_directories() -> list[Path]:
     """Removes the run directories of this user whose owners are dead, with the processes they left; returns them."""
-    removed = []
-    for path in SHARED_MEMORY.glob(f"{_PREFIX}*"):
-        if (path / _LOCK).exists() and path.stat().st_uid == os.getuid() and _remove_stale(path):
-            path.rmdir()
-            removed.append(path)
-    return removed
+    return [path for path in SHARED_MEMORY.glob(f"{_PREFIX}*") if bury(path)]
+
+
+def bury(path: Path) -> bool:
+    """Removes a run directory of this user, with the processes it left, if its owner is dead; whether it did.
+
+    A folder that the user named stays, empty.
+    """
+    try:
+        mine = (path / _LOCK).stat().st_uid == os.getuid()
+    except FileNotFoundError:
+        return False
+    buried = mine and _remove_stale(path)
+    if buried and path.parent == SHARED_MEMORY and path.name.startswith(_PREFIX):
+        path.rmdir()
+    return buried
 
 
 def _claim(path: Path) -> Path:
     path.mkdir(parents=True, exist_ok=True, mode=0o700)
-    if (path / _LOCK).exists() and not _remove_stale(path):
+    deadline = time.monotonic() + _BURIAL_SECONDS
+    while (path / _LOCK).exists() and not _remove_stale(path) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    if (path / _LOCK).exists():
         raise EnvironmentProblemError(f"--run-dir: {path} is in use by another server: stop it, or pass another folder")
     if any(path.iterdir()):
         raise InvalidValueError("--run-dir", str(path), "a new or an empty folder, best on /dev/shm")

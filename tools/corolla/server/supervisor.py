@@ -22,6 +22,7 @@ from corolla.server.recovery import Recovery
 from corolla.server.run_directory import RunDirectory, remove_stale_run_directories
 from corolla.server.stubs import Death
 from corolla.server.triton_server import TritonServer
+from corolla.server.undertaker import watch_over
 
 MAX_RESTARTS = 5
 """So often may tritonserver be started again within RESTART_WINDOW_SECONDS."""
@@ -110,6 +111,7 @@ class Supervisor:
             _LOG.info("removed %s, left behind by a server that was killed", path)
         endpoints = choose_endpoints(self._options)
         directory = RunDirectory(self._options.run_directory)
+        watch_over(directory.path)
         restarts: deque[float] = deque(maxlen=MAX_RESTARTS)
         try:
             while True:

@@ -1,5 +1,6 @@
 """What a model did, as metrics of Triton."""
 
+import os
 from collections.abc import Callable, Mapping
 from threading import Event, Thread
 from typing import Protocol
@@ -27,13 +28,17 @@ Key = tuple[str, int]
 
 
 class Reports:
-    """Reports counts from a thread of its own until it is stopped."""
+    """Reports counts from a thread of its own until it is stopped, or tritonserver is gone.
+
+    A report that nobody takes would never end, and would keep the process from ending as well.
+    """
 
     def __init__(self, counters: Mapping[Key, Counter], read: Callable[[], Mapping[Key, int]]) -> None:
         """`read` gives the counts so far."""
         self._counters = counters
         self._read = read
         self._reported = dict.fromkeys(counters, 0)
+        self._server = os.getppid()
         self._stopping = Event()
         self._thread = Thread(target=self._run, name="metrics", daemon=True)
         self._thread.start()
@@ -50,6 +55,8 @@ class Reports:
 
     def _report(self) -> None:
         for key, count in self._read().items():
+            if os.getppid() != self._server:
+                return
             if (new := count - self._reported[key]) > 0:
                 self._counters[key].increment(new)
                 self._reported[key] += new
