@@ -17,6 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Lock
 
 from tqdm import tqdm
 
@@ -66,14 +67,16 @@ class Swarm:
             repository = write_server(folder / name, checkpoint, blocks, registry)
             self.parts += [Part(blocks, repository, folder / f"run-{name}-{index}") for index in range(replicas)]
         self._announced = Announced(registry)
+        self._starting = Lock()
 
     def start(self, part: Part) -> SwarmServer:
         """Starts a server, and waits until others know of it."""
-        begun = time.monotonic()
-        shutil.rmtree(part.run_directory, ignore_errors=True)
-        server = SwarmServer(part.repository, part.run_directory, self._cache)
-        wait_until(lambda: self._announced.online(server))
-        server.give_way()  # on few cores, the generations would hold up the next start for minutes
+        with self._starting:  # several at once would all take as long as the last one
+            begun = time.monotonic()
+            shutil.rmtree(part.run_directory, ignore_errors=True)
+            server = SwarmServer(part.repository, part.run_directory, self._cache)
+            wait_until(lambda: self._announced.online(server))
+            server.give_way()  # on few cores, the generations would hold up the next start for minutes
         part.server = server
         part.seconds.append(time.monotonic() - begun)
         return server

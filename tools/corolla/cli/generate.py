@@ -22,6 +22,8 @@ from corolla.client import DEFAULT_ADDRESS, CorollaClient
 @click.option("--repetition-penalty", type=float)
 @click.option("--random-seed", type=int)
 @click.option("--adapter", help="One that is loaded; see `corolla adapters list`.")
+@click.option("--timeout", type=float, help="Seconds to wait for room and for servers. [default: 30]")
+@click.option("--session-id", help="Of a generation that was broken off, to go on with it after the same TEXT.")
 @click.option("--stop-word", "stop_words", multiple=True, help="The text ends before it; may be given repeatedly.")
 def command(text: str, address: str, stop_words: tuple[str, ...], **options: Any) -> None:
     """Print TEXT and what a running server generates after it, as it comes."""

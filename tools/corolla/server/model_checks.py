@@ -59,6 +59,8 @@ def check_registry(url: str) -> Check:
 def check_reachability(announced: Announced, host: str, registry: str, peers: Sequence[str]) -> Check:
     """Whether other servers can dial this one; those of the registry are asked if no `peers` are given."""
     name = "reachability"
+    if announced.address.is_loopback() and not peers:
+        return Check(name, True, f"{announced.address} is for servers of this machine only; --host 0.0.0.0 for others")
     try:
         asked = list(peers) or registered_peers(registry, announced.address)
     except CorollaError as error:
