@@ -37,7 +37,7 @@ class DhtRegistry:
         if listen and not _LISTEN.fullmatch(listen):
             raise InvalidValueError("registry: option listen", listen, "an address such as /ip4/0.0.0.0/tcp/0")
         self._node = DhtNode(location.text, peers, listen)
-        self._ttl = ttl
+        self._lifetime = max(ttl - POLL_SECONDS, ttl / 2)  # so that a watch knows within the TTL
         self._mine: dict[tuple[str, str], str] = {}
         self._latest = 0.0
 
@@ -80,7 +80,7 @@ class DhtRegistry:
 
     def _expiration(self) -> float:
         """Later than all before, as a table keeps what expires last."""
-        self._latest = max(time.time() + self._ttl, self._latest + 0.001)
+        self._latest = max(time.time() + self._lifetime, self._latest + 0.001)
         return self._latest
 
     def _check_owner(self, model: str, peer_id: str) -> None:
