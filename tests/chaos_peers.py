@@ -8,7 +8,6 @@ python tests/chaos_peers.py --seconds 120
 
 import argparse
 import random
-import shutil
 import sys
 import tempfile
 import time
@@ -73,7 +72,6 @@ class Swarm:
         """Starts a server, and waits until others know of it."""
         with self._starting:  # several at once would all take as long as the last one
             begun = time.monotonic()
-            shutil.rmtree(part.run_directory, ignore_errors=True)
             server = SwarmServer(part.repository, part.run_directory, self._cache)
             wait_until(lambda: self._announced.online(server))
             server.give_way()  # on few cores, the generations would hold up the next start for minutes

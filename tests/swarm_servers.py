@@ -10,6 +10,7 @@ import psutil
 from corolla.peers.directory import PeerDirectory
 from corolla.peers.record import PeerState
 from corolla.repository.writer import write_repository
+from corolla.server.run_directory import bury
 from local_server import make_plan
 from servers import RunningServer
 
@@ -21,12 +22,14 @@ class SwarmServer(RunningServer):
     """One server of a repository, in a run directory of its own; its processes can be ended or stopped all at once."""
 
     def __init__(self, repository: Path, run_directory: Path, cache: Path) -> None:
+        self._directory = run_directory
         super().__init__(repository, "--run-dir", str(run_directory), env={"COROLLA_CACHE": str(cache)})
 
     def kill(self) -> None:
-        """kill -9 of all of them; nothing is cleaned up."""
+        """kill -9 of all of them; what they leave in shared memory is removed, as the next server there would do."""
         self.signal(signal.SIGKILL)
         self.process.wait()
+        bury(self._directory)
 
     def signal(self, number: int) -> None:
         """To the process of `corolla serve` first, so that it starts none again."""
