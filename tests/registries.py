@@ -34,6 +34,13 @@ def record(peer_id: str, **changes: object) -> PeerRecord:
     return PeerRecord(**fields | changes)  # type: ignore[arg-type]
 
 
+def idle_server(name: str, blocks: range, **changes: object) -> PeerRecord:
+    """A server with an empty cache, and nothing else that routes depend on."""
+    plain = {"address": f"{name}:8001", "start": blocks.start, "end": blocks.stop}
+    cache = {"free_tokens": 1000, "total_tokens": 1000}
+    return record(name, **{**plain, **cache, "adapters": (), "round_trips": {}} | changes)
+
+
 @contextmanager
 def kept_alive(registry: PeerRegistry, ttl: float) -> Iterator[None]:
     """As an announcer does."""

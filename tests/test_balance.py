@@ -14,6 +14,7 @@ from corolla.balance.placement import Placement
 from corolla.balance.policy import MovePolicy
 from corolla.errors import InvalidValueError
 from corolla.peers.record import PeerRecord, PeerState, Throughput
+from registries import idle_server
 
 SIZES = (2, 4, 8, 16)
 TTL_SECONDS = 30
@@ -21,23 +22,8 @@ TTL_SECONDS = 30
 
 def server(name: str, start: int, end: int, rate: float = 100.0, **fields: object) -> PeerRecord:
     """A movable server that carries `rate` tokens per second through all its blocks."""
-    record = PeerRecord(
-        peer_id=name,
-        address=f"{name}:8001",
-        model="model",
-        revision="main",
-        start=start,
-        end=end,
-        state=PeerState.ONLINE,
-        throughput=Throughput(rate * (end - start), 1e4, 1e9),
-        dtype="bfloat16",
-        quant="none",
-        generates=False,
-        free_tokens=1000,
-        total_tokens=1000,
-        movable=True,
-    )
-    return replace(record, **fields)  # type: ignore[arg-type]
+    throughput = Throughput(rate * (end - start), 1e4, 1e9)
+    return idle_server(name, range(start, end), **{"throughput": throughput, "movable": True} | fields)
 
 
 def chosen(peers: Sequence[PeerRecord], blocks: int, size: int) -> tuple[int, int]:

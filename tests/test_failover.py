@@ -133,6 +133,16 @@ def running(output: CollectingOutput, pieces: int = 3) -> None:
     assert not output.has_ended
 
 
+def left_alone(fakes: FakeSwarm, swarm: Swarm) -> CollectingOutput:
+    """A generation whose only server with the last blocks, `b`, was killed; it is announced still."""
+    fakes.peer("a", FIRST, fakes.servers[0])
+    last = fakes.peer("b", LAST, fakes.servers[0])
+    output = start(fakes.engine(swarm))
+    running(output)
+    last.kill()
+    return output
+
+
 def more(output: CollectingOutput) -> None:
     """Waits for two more tokens."""
     seen = len(output.pieces)
@@ -321,22 +331,14 @@ def test_nobody_holds_a_block_the_error_says_which(fakes: FakeSwarm) -> None:
 
 def test_a_dead_server_that_is_still_announced_is_named(fakes: FakeSwarm) -> None:
     swarm = fakes.swarm(failover_timeout=0.3)
-    fakes.peer("a", FIRST, fakes.servers[0])
-    last = fakes.peer("b", LAST, fakes.servers[0])
-    output = start(fakes.engine(swarm))
-    running(output)
-    last.kill()
+    output = left_alone(fakes, swarm)
     with pytest.raises(OverloadedError, match=r"blocks 2:4 \(b: b: connection refused\)"):
         output.text()
 
 
 def test_generation_goes_on_when_a_holder_appears(fakes: FakeSwarm) -> None:
     swarm = fakes.swarm()
-    fakes.peer("a", FIRST, fakes.servers[0])
-    last = fakes.peer("b", LAST, fakes.servers[0])
-    output = start(fakes.engine(swarm))
-    running(output)
-    last.kill()
+    output = left_alone(fakes, swarm)
     fakes.network.vanish("b")
     wait_until(lambda: fakes.served.server.table.status().open_sessions == 1)
     fakes.peer("c", LAST, fakes.servers[1])
@@ -345,11 +347,7 @@ def test_generation_goes_on_when_a_holder_appears(fakes: FakeSwarm) -> None:
 
 def test_cancelled_while_it_looks_for_a_server_frees_everything(fakes: FakeSwarm) -> None:
     swarm = fakes.swarm(failover_timeout=60.0)
-    fakes.peer("a", FIRST, fakes.servers[0])
-    last = fakes.peer("b", LAST, fakes.servers[0])
-    output = start(fakes.engine(swarm))
-    running(output)
-    last.kill()
+    output = left_alone(fakes, swarm)
     fakes.network.vanish("b")
     output.cancelled = True
     fakes.assert_empty()

@@ -21,6 +21,7 @@ from corolla.routing.parallel import forward_routes
 from corolla.routing.query import RouteQuery
 from corolla.routing.route import LOCAL, Route, Span
 from corolla.routing.usable import NoRouteError
+from registries import idle_server
 
 ANY = RouteQuery(max_length=100)
 
@@ -34,22 +35,8 @@ class Clock:
 
 def peer(name: str, start: int, end: int, seconds: float = 0.001, **fields: object) -> PeerRecord:
     """An idle server that takes `seconds` per block."""
-    record = PeerRecord(
-        peer_id=name,
-        address=f"{name}:8001",
-        model="model",
-        revision="main",
-        start=start,
-        end=end,
-        state=PeerState.ONLINE,
-        throughput=Throughput(1 / seconds, 1000.0, 1000.0),
-        dtype="bfloat16",
-        quant="none",
-        generates=False,
-        free_tokens=1000,
-        total_tokens=1000,
-    )
-    return replace(record, **fields)  # type: ignore[arg-type]
+    speed = Throughput(1 / seconds, 1000.0, 1000.0)
+    return idle_server(name, range(start, end), **{"throughput": speed} | fields)
 
 
 def route(

@@ -21,8 +21,9 @@ from corolla.remote import connection as connection_module
 from corolla.remote.connection import PeerConnection
 from corolla.remote.errors import PeerRefusalError, PeerUnreachableError
 from corolla.wire.messages import Hop, SpanOutput, SpanStep
-from corolla.wire.states import decode, encode
+from corolla.wire.states import encode
 from servers import RunningServer
+from span_answers import assert_same, states_of
 from waiting import wait_until
 from wire import GrpcWire, Sessions
 
@@ -35,16 +36,6 @@ FIRST, SECOND = range(0, 3), range(3, 5)
 def counts(server: RunningServer) -> Counter[str]:
     with urllib.request.urlopen(f"http://{server.metrics}/metrics") as answer:
         return Counter({name: int(value) for name, value in METRIC.findall(answer.read().decode())})
-
-
-def states_of(output: SpanOutput) -> torch.Tensor:
-    assert output.states is not None
-    return decode(output.states, torch.float32)
-
-
-def assert_same(hidden_states: torch.Tensor, expected: torch.Tensor) -> None:
-    assert hidden_states.shape == expected.shape
-    assert (hidden_states - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
 @pytest.fixture(scope="module")

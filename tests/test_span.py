@@ -24,8 +24,9 @@ from corolla.serving.span import SpanService
 from corolla.serving.span_book import StepBook
 from corolla.serving.span_request import SpanShape, read_step
 from corolla.wire.messages import Hop, SpanOutput, SpanStep, hops_to_json
-from corolla.wire.states import decode, encode
+from corolla.wire.states import encode
 from local_server import LocalServer, make_plan
+from span_answers import assert_same, states_of
 from waiting import wait_until
 
 SECONDS = 20.0
@@ -78,16 +79,6 @@ def submit(service: SpanService, step: SpanStep, *, pushed: bool = False) -> Fut
     answer: Future[SpanOutput] = Future()
     service.start(step, lambda outcome: settle(answer, outcome), pushed=pushed)
     return answer
-
-
-def states_of(output: SpanOutput) -> torch.Tensor:
-    assert output.states is not None
-    return decode(output.states, torch.float32)
-
-
-def assert_same(hidden_states: torch.Tensor, expected: torch.Tensor) -> None:
-    assert hidden_states.shape == expected.shape
-    assert (hidden_states - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
 @pytest.fixture(scope="module")

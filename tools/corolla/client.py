@@ -107,9 +107,9 @@ class CorollaClient:
 
         Raises CorollaError with the server's message, and when the deadline passes.
         """
-        inputs = [_flat_input("operation", "BYTES", operation)]
+        inputs = [flat_input("operation", "BYTES", operation)]
         inputs += [
-            _flat_input(name, _SESSION_FIELDS[name], value) for name, value in fields.items() if value is not None
+            flat_input(name, _SESSION_FIELDS[name], value) for name, value in fields.items() if value is not None
         ]
         try:
             reply = self._client.infer("sessions", inputs, client_timeout=self._deadline)
@@ -170,7 +170,7 @@ def _input(name: str, datatype: str, values: list[Any]) -> grpc_client.InferInpu
     return _tensor(name, datatype, [values])
 
 
-def _flat_input(name: str, datatype: str, value: str | float) -> grpc_client.InferInput:
+def flat_input(name: str, datatype: str, value: str | float) -> grpc_client.InferInput:
     """An input [1] of a model that does not."""
     return _tensor(name, datatype, [value])
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import apsw
 
 from corolla.kv.database import Database
+from corolla.kv.run_directory import LAYOUT, SESSIONS
 
 
 @dataclass(frozen=True)
@@ -21,8 +22,8 @@ class Occupancy:
     def of(cls, run_directory: Path) -> "Occupancy":
         """All empty as long as no model of the server has loaded."""
         try:
-            layout = json.loads((run_directory / "layout.json").read_text())
-            connection = Database(run_directory / "sessions.sqlite").connection()
+            layout = json.loads((run_directory / LAYOUT).read_text())
+            connection = Database(run_directory / SESSIONS).connection()
             (used,) = connection.execute("SELECT COUNT(*) FROM pages").fetchone()
             names = connection.execute("SELECT name FROM adapters WHERE NOT unloaded ORDER BY name").fetchall()
         except (OSError, ValueError, apsw.Error):

@@ -14,7 +14,7 @@ from corolla.processes import ProcessIdentity
 
 SHARED_MEMORY = Path("/dev/shm")
 ENVIRONMENT_VARIABLE = "COROLLA_RUN_DIR"
-SESSIONS, USED, PINS = "sessions.sqlite", "used", "pins"
+SESSIONS, USED, PINS, LAYOUT = "sessions.sqlite", "used", "pins", "layout.json"
 """Files in it: the session table, when each record was last used, and who uses it now."""
 
 
@@ -47,9 +47,9 @@ def prepared_run_directory(path: Path, layout: KVLayout) -> Iterator[None]:
     """
     path.mkdir(parents=True, exist_ok=True, mode=0o700)
     with FileLock(path / "lock"):
-        recorded = path / "layout.json"
+        recorded = path / LAYOUT
         if not recorded.exists():
-            unfinished = path / "layout.json.new"
+            unfinished = path / f"{LAYOUT}.new"
             unfinished.write_text(layout.to_json())
             unfinished.rename(recorded)
         elif recorded.read_text() != layout.to_json():

@@ -4,10 +4,10 @@ from collections.abc import Collection
 from concurrent.futures import Future
 from threading import Lock
 
-import numpy as np
 import tritonclient.grpc as grpc_client
 from tritonclient.utils import InferenceServerException
 
+from corolla.client import flat_input
 from corolla.errors import OverloadedError
 from corolla.remote.connection import PeerConnection
 from corolla.remote.errors import PeerRefusalError, PeerUnreachableError
@@ -31,20 +31,21 @@ class RemoteServer:
     def open(self, max_length: int, adapter: str, timeout: float, idle_timeout: float) -> str:
         """See Peer."""
         inputs = [
-            _input("operation", "BYTES", "open"),
-            _input("max_length", "INT32", max_length),
-            _input("timeout", "FP32", timeout),
-            _input("idle_timeout", "FP32", idle_timeout),
+            flat_input("operation", "BYTES", "open"),
+            flat_input("max_length", "INT32", max_length),
+            flat_input("timeout", "FP32", timeout),
+            flat_input("idle_timeout", "FP32", idle_timeout),
         ]
         if adapter:
-            inputs.append(_input("adapter", "BYTES", adapter))
+            inputs.append(flat_input("adapter", "BYTES", adapter))
         reply = self._call(inputs, timeout + CALL_SECONDS)
         session_id: str = reply.as_numpy("session_id")[0].decode()
         return session_id
 
     def close_session(self, session_id: str) -> None:
         """See Peer."""
-        self._call([_input("operation", "BYTES", "close"), _input("session_id", "BYTES", session_id)], CALL_SECONDS)
+        inputs = [flat_input("operation", "BYTES", "close"), flat_input("session_id", "BYTES", session_id)]
+        self._call(inputs, CALL_SECONDS)
 
     def submit(self, step: SpanStep, timeout: float) -> "Future[SpanOutput]":
         """See Peer."""
@@ -102,10 +103,3 @@ class RemoteServers:
             self._servers.clear()
         for server in servers:
             server.close()
-
-
-def _input(name: str, datatype: str, value: str | float) -> grpc_client.InferInput:
-    dtype = {"BYTES": np.object_, "INT32": np.int32, "FP32": np.float32}[datatype]
-    tensor = grpc_client.InferInput(name, [1], datatype)
-    tensor.set_data_from_numpy(np.array([value.encode() if isinstance(value, str) else value], dtype))
-    return tensor

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from google.protobuf import text_format
-from tritonclient.grpc.model_config_pb2 import ModelConfig
+from corolla.errors import CheckpointError
+from corolla.repository.reading import parameters_of
 
 
 @dataclass(frozen=True)
@@ -22,10 +22,12 @@ class HostedModel:
     @classmethod
     def of(cls, repository: Path) -> "HostedModel | None":
         """None when the repository is none of Corolla's; a server may have other models."""
-        values = _parameters(repository, "sessions")
-        if not values:
+        try:
+            values = parameters_of(repository, "sessions")
+        except CheckpointError:
             return None
-        start, _, end = _parameters(repository, "chain").get("blocks", "0:0").partition(":")
+        chain = parameters_of(repository, "chain") if (repository / "chain").is_dir() else {}
+        start, _, end = chain.get("blocks", "0:0").partition(":")
         return cls(
             registry=values.get("registry", ""),
             model_id=values.get("model_id", ""),
@@ -35,11 +37,3 @@ class HostedModel:
             quant=values["quant"],
             generates=(repository / "generate" / "config.pbtxt").is_file(),
         )
-
-
-def _parameters(repository: Path, model: str) -> dict[str, str]:
-    file = repository / model / "config.pbtxt"
-    if not file.is_file():
-        return {}
-    config = text_format.Parse(file.read_text(), ModelConfig())
-    return {name: parameter.string_value for name, parameter in config.parameters.items()}

@@ -51,9 +51,13 @@ def served_model(repository: Path, name: str) -> "ServedModel":
     )
 
 
+def parameters_of(repository: Path, model: str) -> dict[str, str]:
+    """What the config of a model tells its backend; CheckpointError when the repository has no such model."""
+    return {name: found.string_value for name, found in _config(repository, model).parameters.items()}
+
+
 def _parameter(repository: Path, name: str) -> str:
-    value: str = _config(repository, "sessions").parameters[name].string_value
-    return value
+    return parameters_of(repository, "sessions").get(name, "")
 
 
 def _config(repository: Path, model: str) -> ModelConfig:
