@@ -132,7 +132,7 @@ def test_expert_linear_equals_the_linear_layer_of_each_rows_expert(
 
 def test_expert_linear_refuses_experts_that_do_not_exist() -> None:
     for expert in (-1, 2):
-        with pytest.raises(RuntimeError, match=r"expert_linear: weight of shape .* does not fit"):
+        with pytest.raises(RuntimeError, match=rf"expert_linear: expert {expert} to {expert}; allowed: 0 to 1"):
             torch.ops.corolla.expert_linear(torch.zeros(1, 7), pack(torch.zeros(2, 9, 7)), torch.tensor([expert]), 9)
 
 
@@ -191,11 +191,16 @@ def test_the_portable_kernels_compute_the_same(suite_cache: Path, tmp_path: Path
     code = (
         "import sys, torch; from pathlib import Path; from corolla.kernels import build, ops; "
         "from corolla.kernels.packing import pack; build.load_library(Path(sys.argv[1]))\n"
+        "compact = lambda weight: torch.ops.corolla.compact_weight(pack(weight), weight.shape[1], len(weight))\n"
         "for dtype, atol in ((torch.float32, 1e-4), (torch.bfloat16, 0.1)):\n"
         "    x, w, b = torch.randn(9, 51).to(dtype), torch.randn(70, 51).to(dtype), torch.randn(70).to(dtype)\n"
         "    expected = torch.nn.functional.linear(x.float(), w.float(), b.float()).to(dtype)\n"
         "    result = torch.ops.corolla.packed_linear(x, pack(w), b, 70)\n"
         "    torch.testing.assert_close(result, expected, rtol=1e-2, atol=atol)\n"
+        "for rows in (9, 40):\n"
+        "    x = torch.randn(rows, 51).bfloat16()\n"
+        "    results = [torch.ops.corolla.packed_linear(x, form(w), b, 70) for form in (pack, compact)]\n"
+        "    torch.testing.assert_close(*results, rtol=1e-2, atol=atol)\n"
         "for name, arguments, expected in torch.load(sys.argv[2]):\n"
         "    result = getattr(torch.ops.corolla, name)(*arguments)\n"
         "    torch.testing.assert_close(result, expected, rtol=1e-2, atol=1e-2)"

@@ -20,7 +20,7 @@ PROMPT = random_prompt(9, seed=9)
 
 def predict(logits: torch.Tensor) -> Prediction:
     """What a step gives for logits [V]."""
-    return Prediction.of_rows(logits[None])[0]
+    return Prediction.of_rows(logits[None], [int(logits.argmax())])[0]
 
 
 def choose_all(reference: Reference, request: GenerationRequest, defaults: GenerationConfig) -> list[int]:

@@ -18,7 +18,7 @@ from corolla.serving.hosted_blocks import HostedBlocks
 from corolla.serving.hosting import Host
 from corolla.serving.parameters import ServedModel
 from corolla.serving.route_metrics import report_routes
-from corolla.serving.senders import SenderThreads
+from corolla.serving.senders import SenderThread
 
 LISTS = {"stop_words", "bad_words"}
 
@@ -28,7 +28,7 @@ class TritonPythonModel:
 
     def initialize(self, args):
         """Opens the model in a thread that ends: this one would else keep OpenMP threads that nobody uses."""
-        self._senders = SenderThreads()
+        self._senders = SenderThread()
         with ThreadPoolExecutor(1) as opener:
             self._engine, self._metrics = opener.submit(_open, ServedModel.from_arguments(args)).result()
         started()
@@ -60,7 +60,7 @@ def _open(model):
     engine = GenerateEngine(
         checkpoint=host.checkpoint,
         embedding=Embedding(host.parts),
-        head=Head(host.parts),
+        head=Head(host.parts).compile(),
         blocks=blocks,
         table=table,
         log=host.token_log(),

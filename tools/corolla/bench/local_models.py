@@ -53,7 +53,7 @@ def _open(plan: RepositoryPlan, folder: Path, table_type: type[SessionTable]) ->
     return LocalModels(
         checkpoint=host.checkpoint,
         embedding=Embedding(host.parts),
-        head=Head(host.parts),
+        head=Head(host.parts).compile(),
         chain=HostedBlocks(host, table).current,
         table=table,
         log=host.token_log(),

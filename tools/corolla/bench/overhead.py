@@ -88,7 +88,7 @@ def bare_token(models: LocalModels, prompt_ids: list[int], steps: int) -> float:
 
 def _next(models: LocalModels, token_ids: list[int], session_id: str, position: int) -> int:
     output = _run(models, models.embedding(torch.tensor([token_ids])), session_id, position)
-    return int(models.head(output[:, -1:]).argmax())
+    return models.head.best(output[:, -1:])[1][0]
 
 
 def _run(models: LocalModels, hidden_states: torch.Tensor, session_id: str, position: int) -> torch.Tensor:

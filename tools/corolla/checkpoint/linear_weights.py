@@ -3,7 +3,7 @@
 import torch
 
 from corolla.checkpoint.quantized_layers import layer_state
-from corolla.kernels.packing import pack
+from corolla.kernels.compact_packing import pack_or_compact
 from corolla.kernels.quantized_packing import NF4_BLOCK, pack_int8, pack_nf4
 from corolla.quantization import INT8, NONE
 
@@ -15,7 +15,7 @@ def stored_weight(weight: torch.Tensor, quant: str, *, packed: bool) -> dict[str
     under the names that its layers have for them. CheckpointError for a layer that cannot be packed.
     """
     if quant == NONE:
-        return {"weight": pack(weight) if packed else weight}
+        return {"weight": pack_or_compact(weight) if packed else weight}
     numbers = _int8(weight) if quant == INT8 else _nf4(weight)
     return packed_numbers(numbers, quant, weight.dtype) if packed else numbers
 

@@ -15,7 +15,7 @@ from corolla.checkpoint.hub import HubModel
 from corolla.checkpoint.source import Source
 from corolla.checkpoint.weight_files import Safetensors
 from corolla.errors import AdapterError
-from corolla.kernels.packing import linear_layers
+from corolla.kernels.packed_layers import linear_layers
 from corolla.model.family import family_of
 from corolla.model.lora import Adapter, Layer
 

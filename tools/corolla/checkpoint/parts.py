@@ -7,7 +7,7 @@ from transformers import PretrainedConfig
 
 from corolla.checkpoint.quantized_layers import Form, check_layer, layer_forms
 from corolla.errors import CheckpointError
-from corolla.kernels.packing import linear_names
+from corolla.kernels.packed_layers import linear_names
 from corolla.model.family import family_of
 from corolla.quantization import NONE
 

@@ -12,7 +12,8 @@ from corolla.checkpoint.parts import EMBEDDING, HEAD, block_of, check_tensors
 from corolla.checkpoint.quantized_layers import take_layer
 from corolla.checkpoint.stored_quant import check_fits
 from corolla.errors import CheckpointError
-from corolla.kernels.packing import expert_names, linear_names, pack
+from corolla.kernels.compact_packing import is_compact, pack_or_compact
+from corolla.kernels.packed_layers import expert_names, linear_names
 from corolla.kv.device_exports import DeviceExports
 from corolla.model.family import Family, Tensors, family_of
 from corolla.model.sharding import WHOLE, Shard, shard_tensors
@@ -65,7 +66,8 @@ class PreparedParts:
         return self.cache.get(self._name(part), lambda: self._prepare(part))
 
     def _name(self, part: str) -> str:
-        kind = f"{FORMAT}:{self.checkpoint.fingerprint()}:{self.dtype}:{'packed' if self.packed else 'plain'}"
+        form = "plain" if not self.packed else "compact" if is_compact(self.dtype) else "packed"
+        kind = f"{FORMAT}:{self.checkpoint.fingerprint()}:{self.dtype}:{form}"
         kind += f":{quant}" if (quant := self._quant_of(part)) != NONE else ""
         return f"{hashlib.sha256(kind.encode()).hexdigest()[:16]}/{part}{self._suffix(part)}"
 
@@ -84,7 +86,7 @@ class PreparedParts:
             for name, tensor in self._take_weight(layer, read, self._quant_of(part)).items()
         }
         rest = {name: tensor.to(self.dtype).contiguous() for name, tensor in read.items()}
-        return weights | rest | {name: pack(rest[name]) for name in experts if self.packed}
+        return weights | rest | {name: pack_or_compact(rest[name]) for name in experts if self.packed}
 
     def _take_weight(self, layer: str, read: Tensors, quant: str) -> Tensors:
         """Takes the weight of a linear layer out of what was read; as stored_weight has it."""

@@ -7,7 +7,7 @@ import torch
 from transformers import PretrainedConfig
 
 from corolla.errors import CheckpointError, InvalidValueError
-from corolla.kernels.packing import linear_names
+from corolla.kernels.packed_layers import linear_names
 from corolla.model.family import family_of
 from corolla.quantization import INT8, NF4, NONE
 

@@ -319,7 +319,7 @@ class GenerateEngine:
         """What follows the hidden states [T, H] of each row; errors stay what they are."""
         results = list(results)
         last = [result[-1:] for result in results if isinstance(result, torch.Tensor)]
-        predictions = iter(Prediction.of_rows(self._head(torch.stack(last))[:, 0]) if last else ())
+        predictions = iter(Prediction.of_rows(*self._head.best(torch.stack(last))) if last else ())
         return [next(predictions) if isinstance(result, torch.Tensor) else result for result in results]
 
     def _decode(self, sequences: list[Sequence]) -> list[Prediction]:
@@ -327,7 +327,7 @@ class GenerateEngine:
         hidden_states = self._embedding(torch.tensor([sequence.pending for sequence in sequences]))
         rows = [Row(sequence.session_id, sequence.cached) for sequence in sequences]
         (output,) = self._chain.step([Step(hidden_states, rows)])
-        return Prediction.of_rows(self._head(output)[:, 0])
+        return Prediction.of_rows(*self._head.best(output))
 
     def _release(self, sequence: Sequence) -> None:
         sequence.resources.close()

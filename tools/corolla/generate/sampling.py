@@ -40,9 +40,9 @@ class Prediction:
     best: int
 
     @classmethod
-    def of_rows(cls, logits: torch.Tensor) -> list["Prediction"]:
-        """One per row of logits [N, V]."""
-        return [cls(row, best) for row, best in zip(logits, logits.argmax(-1).tolist(), strict=True)]
+    def of_rows(cls, logits: torch.Tensor, best: Sequence[int]) -> list["Prediction"]:
+        """One per row of logits [N, V], with the number of the greatest of each."""
+        return [cls(row, number) for row, number in zip(logits, best, strict=True)]
 
 
 class TokenChooser:

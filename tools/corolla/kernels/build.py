@@ -13,8 +13,10 @@ import torch
 from corolla.checkpoint.disk_cache import DiskCache
 from corolla.errors import EnvironmentProblemError
 
-SOURCES = tuple(Path(__file__).with_name(name) for name in ("cpu.cpp", "quantized.h", "tile.h", "lora.h", "pool.h"))
-"""The first is compiled and includes the others."""
+_UNITS = ("cpu.cpp", "programs.cpp")
+_HEADERS = ("compact.h", "quantized.h", "tile.h", "lora.h", "pool.h")
+UNITS, HEADERS = (tuple(Path(__file__).with_name(name) for name in names) for names in (_UNITS, _HEADERS))
+"""What is compiled, and what that includes."""
 FLAGS = ("-std=c++20", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-w")
 
 
@@ -67,9 +69,9 @@ def load_library(file: Path) -> None:
 
 def build(cache: DiskCache, extra_flags: tuple[str, ...] = ()) -> Path:
     """The library's file; compiled if it is not in `cache` yet. EnvironmentProblemError when that fails."""
-    source = hashlib.sha256(b"".join(map(Path.read_bytes, SOURCES)) + repr(FLAGS + extra_flags).encode()).hexdigest()[
-        :16
-    ]
+    source = hashlib.sha256(
+        b"".join(map(Path.read_bytes, UNITS + HEADERS)) + repr(FLAGS + extra_flags).encode()
+    ).hexdigest()[:16]
     return cache.file(f"kernels/{machine_key()}-{source}.so", lambda target: _compile(target, extra_flags))
 
 
@@ -80,7 +82,7 @@ def _compile(target: Path, extra_flags: tuple[str, ...]) -> None:
     libraries = [f"-L{path}" for path in cpp_extension.library_paths()]
     command = [
         *compiler(), *FLAGS, *extra_flags, f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
-        *include, str(SOURCES[0]), "-o", str(target), *libraries, "-ltorch_cpu", "-lc10",
+        *include, *map(str, UNITS), "-o", str(target), *libraries, "-ltorch", "-ltorch_cpu", "-lc10",
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:

@@ -18,6 +18,7 @@
 #include <limits>
 #include <vector>
 
+#include "compact.h"
 #include "lora.h"
 #include "quantized.h"
 #include "tile.h"
@@ -27,37 +28,79 @@ namespace {
 constexpr int64_t SOON = 8;    // positions that keys are prefetched ahead
 constexpr int64_t CHUNK = 64;  // positions whose values stay in the nearest cache for all queries that share them
 
-template <typename T, int M>
-void tile_rows(const T* x, int64_t inputs, const T* w, const T* bias, int64_t width, T* y, int64_t outputs) {
+constexpr int64_t FEW_ROWS = 2 * ROWS;  // up to so many, reading compact weights again takes less than expanding them
+
+// Packed weights of a layer or of several in a row, by the number of the tile.
+template <typename T>
+struct PackedTiles {
+  struct At {
+    const T* weights;
+    int64_t inputs;
+    template <int M>
+    void sums(const T* x, float (*sum)[TILE]) const {
+      Tile<T, M>::sums(x, inputs, weights, sum);
+    }
+  };
+  const T* weights;
+  int64_t inputs;
+  At at(int64_t tile) const { return {weights + tile * ((inputs + group<T> - 1) / group<T>)*group<T> * TILE, inputs}; }
+};
+
+struct CompactTiles {
+  const uint8_t* bytes;
+  int64_t inputs;
+  CompactTile at(int64_t tile) const { return {bytes + tile * compact_tile_bytes(inputs), inputs}; }
+};
+
+template <int M, typename T, typename OneTile>
+void tile_rows(const T* x, const OneTile& tile, const T* bias, int64_t width, T* y, int64_t outputs) {
   alignas(64) float sum[M][TILE] = {};
   if (bias)
     for (int m = 0; m < M; ++m)
       for (int64_t n = 0; n < width; ++n) sum[m][n] = static_cast<float>(bias[n]);
-  Tile<T, M>::sums(x, inputs, w, sum);
+  tile.template sums<M>(x, sum);
   for (int m = 0; m < M; ++m) store<T>(sum[m], width, y + m * outputs);
 }
 
 // All rows of one tile; after the first pass of ROWS the tile comes from the core's own cache.
-template <typename T, int M = ROWS>
-void tile_all(int64_t rows, const T* x, int64_t inputs, const T* w, const T* bias, int64_t width, T* y,
+template <int M = ROWS, typename T, typename OneTile>
+void tile_all(int64_t rows, const T* x, int64_t inputs, const OneTile& tile, const T* bias, int64_t width, T* y,
               int64_t outputs) {
-  for (; rows >= M; rows -= M, x += M * inputs, y += M * outputs)
-    tile_rows<T, M>(x, inputs, w, bias, width, y, outputs);
+  for (; rows >= M; rows -= M, x += M * inputs, y += M * outputs) tile_rows<M>(x, tile, bias, width, y, outputs);
   if constexpr (M > 1) {
-    if (rows) tile_all<T, M - 1>(rows, x, inputs, w, bias, width, y, outputs);
+    if (rows) tile_all<M - 1>(rows, x, inputs, tile, bias, width, y, outputs);
   }
 }
 
-template <typename T>
-void linear(const at::Tensor& x, const at::Tensor& weight, const T* bias, at::Tensor& y) {
-  const int64_t inputs = x.size(-1), outputs = y.size(-1), rows = inputs ? x.numel() / inputs : 0;
-  const int64_t tiles = weight.size(0), tile_size = weight.size(1) * TILE * group<T>;
-  const T* in = x.const_data_ptr<T>();
-  const T* w = weight.const_data_ptr<T>();
-  T* out = y.mutable_data_ptr<T>();
-  corolla::Pool::instance().run(kernel_threads(), tiles, [&](int64_t t) {
-    const int64_t first = t * TILE, width = std::min(TILE, outputs - first);
-    tile_all<T>(rows, in, inputs, w + t * tile_size, bias ? bias + first : nullptr, width, out + first, outputs);
+void tile_all(int64_t rows, const at::BFloat16* x, int64_t inputs, const CompactTile& tile, const at::BFloat16* bias,
+              int64_t width, at::BFloat16* y, int64_t outputs) {
+  if (rows <= FEW_ROWS) return tile_all<ROWS>(rows, x, inputs, tile, bias, width, y, outputs);
+  thread_local std::vector<at::BFloat16> expanded;
+  expanded.resize((inputs + 1) / 2 * GROUP_WEIGHTS);
+  tile.expand(expanded.data());
+  const PackedTiles<at::BFloat16>::At packed{expanded.data(), inputs};
+  tile_all<ROWS>(rows, x, inputs, packed, bias, width, y, outputs);
+}
+
+// function(T{}, tiles) for the tiles of a weight; `leading` is how many dimensions it has before those of a layer.
+template <typename Function>
+void for_tiles(const at::Tensor& in, const at::Tensor& weight, int64_t leading, int64_t out_features, const char* name,
+               Function function) {
+  const int64_t inputs = in.size(-1), tiles = (out_features + TILE - 1) / TILE;
+  const auto check = [&](bool fits) {
+    TORCH_CHECK(fits && weight.is_contiguous() && weight.size(leading) == tiles, name, ": weight of shape ",
+                weight.sizes(), " does not fit ", in.sizes(), " and ", out_features, " features");
+  };
+  if (weight.scalar_type() == at::kByte) {
+    check(in.scalar_type() == at::kBFloat16 && weight.dim() == leading + 2 &&
+          weight.size(leading + 1) == compact_tile_bytes(inputs));
+    return function(at::BFloat16{}, CompactTiles{weight.const_data_ptr<uint8_t>(), inputs});
+  }
+  for_dtype(in, name, [&](auto zero) {
+    using T = decltype(zero);
+    check(weight.dim() == leading + 4 && weight.size(leading + 1) == (inputs + group<T> - 1) / group<T> &&
+          weight.size(leading + 2) == TILE && weight.size(leading + 3) == group<T>);
+    function(zero, PackedTiles<T>{weight.const_data_ptr<T>(), inputs});
   });
 }
 
@@ -67,12 +110,15 @@ at::Tensor packed_linear(const at::Tensor& x, const at::Tensor& weight, const st
   std::vector<int64_t> shape = in.sizes().vec();
   shape.back() = out_features;
   at::Tensor y = at::empty(shape, in.options());
-  for_dtype(in, "packed_linear", [&](auto zero) {
+  for_tiles(in, weight, 0, out_features, "packed_linear", [&](auto zero, const auto& tiles) {
     using T = decltype(zero);
-    TORCH_CHECK(weight.is_contiguous() && weight.dim() == 4 && weight.size(2) == TILE && weight.size(3) == group<T> &&
-                    weight.size(0) * TILE >= out_features && weight.size(1) * group<T> >= in.size(-1),
-                "packed_linear: weight of shape ", weight.sizes(), " does not fit ", in.sizes());
-    linear<T>(in, weight, bias ? bias->const_data_ptr<T>() : nullptr, y);
+    const int64_t inputs = in.size(-1), rows = inputs ? in.numel() / inputs : 0;
+    const T *xs = in.const_data_ptr<T>(), *added = bias ? bias->const_data_ptr<T>() : nullptr;
+    T* out = y.mutable_data_ptr<T>();
+    corolla::Pool::instance().run(kernel_threads(), weight.size(0), [&](int64_t t) {
+      const int64_t first = t * TILE, width = std::min(TILE, out_features - first);
+      tile_all(rows, xs, inputs, tiles.at(t), added ? added + first : nullptr, width, out + first, out_features);
+    });
   });
   return y;
 }
@@ -81,8 +127,7 @@ at::Tensor packed_linear(const at::Tensor& x, const at::Tensor& weight, const st
 at::Tensor expert_linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& experts,
                          int64_t out_features) {
   const at::Tensor order = experts.argsort(), in = x.index_select(0, order), expert = experts.index_select(0, order);
-  const int64_t rows = in.size(0), inputs = in.size(1);
-  const int64_t tiles = weight.size(1), tile_size = weight.size(2) * TILE * weight.size(4);
+  const int64_t rows = in.size(0), inputs = in.size(1), tiles = (out_features + TILE - 1) / TILE;
   at::Tensor y = at::empty({rows, out_features}, in.options());
   const int64_t* ids = expert.const_data_ptr<int64_t>();
   std::vector<int64_t> starts;  // of the rows of one expert
@@ -90,18 +135,17 @@ at::Tensor expert_linear(const at::Tensor& x, const at::Tensor& weight, const at
     if (!row || ids[row] != ids[row - 1]) starts.push_back(row);
   const int64_t used = starts.size();
   starts.push_back(rows);
-  for_dtype(in, "expert_linear", [&](auto zero) {
+  TORCH_CHECK(!rows || (ids[0] >= 0 && ids[rows - 1] < weight.size(0)), "expert_linear: expert ", ids[0], " to ",
+              ids[rows - 1], "; allowed: 0 to ", weight.size(0) - 1);
+  for_tiles(in, weight, 1, out_features, "expert_linear", [&](auto zero, const auto& weights) {
     using T = decltype(zero);
-    TORCH_CHECK(weight.is_contiguous() && weight.dim() == 5 && weight.size(3) == TILE && weight.size(4) == group<T> &&
-                    tiles * TILE >= out_features && weight.size(2) * group<T> >= inputs &&
-                    (!rows || (ids[0] >= 0 && ids[rows - 1] < weight.size(0))),
-                "expert_linear: weight of shape ", weight.sizes(), " does not fit ", in.sizes());
-    const T *xs = in.const_data_ptr<T>(), *w = weight.const_data_ptr<T>();
+    const T* xs = in.const_data_ptr<T>();
     T* out = y.mutable_data_ptr<T>();
     corolla::Pool::instance().run(kernel_threads(), used * tiles, [&](int64_t task) {
       const int64_t part = task / tiles, t = task % tiles, row = starts[part], first = t * TILE;
-      tile_all<T>(starts[part + 1] - row, xs + row * inputs, inputs, w + (ids[row] * tiles + t) * tile_size, nullptr,
-                  std::min(TILE, out_features - first), out + row * out_features + first, out_features);
+      const T* no_bias = nullptr;
+      tile_all(starts[part + 1] - row, xs + row * inputs, inputs, weights.at(ids[row] * tiles + t), no_bias,
+               std::min(TILE, out_features - first), out + row * out_features + first, out_features);
     });
   });
   return at::empty_like(y).index_copy_(0, order, y);
@@ -285,9 +329,13 @@ at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& key, const
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(corolla, library) { library.def("set_threads", set_threads); }
+TORCH_LIBRARY_FRAGMENT(corolla, library) {
+  library.def("set_threads", set_threads);
+  library.def("compact_weight(Tensor packed, int inputs, int outputs) -> Tensor");
+}
 
 TORCH_LIBRARY_IMPL(corolla, CPU, library) {
+  library.impl("compact_weight", compact_weight);
   library.impl("packed_linear", packed_linear);
   library.impl("expert_linear", expert_linear);
   library.impl("paged_attention", paged_attention);

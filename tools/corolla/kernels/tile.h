@@ -55,17 +55,20 @@ template <int M>
 struct Tile<float, M> {
   static void sums(const float* x, int64_t inputs, const float* w, float (*sum)[TILE]) {
     __m512 low[M], high[M];
+#pragma GCC unroll 16
     for (int m = 0; m < M; ++m) low[m] = _mm512_loadu_ps(sum[m]), high[m] = _mm512_loadu_ps(sum[m] + 16);
     for (int64_t k = 0; k < inputs; ++k, w += TILE) {
       _mm_prefetch(reinterpret_cast<const char*>(w) + AHEAD, _MM_HINT_T0);
       _mm_prefetch(reinterpret_cast<const char*>(w) + AHEAD + 64, _MM_HINT_T0);
       const __m512 first = _mm512_loadu_ps(w), second = _mm512_loadu_ps(w + 16);
+#pragma GCC unroll 16
       for (int m = 0; m < M; ++m) {
         const __m512 factor = _mm512_set1_ps(x[m * inputs + k]);
         low[m] = _mm512_fmadd_ps(factor, first, low[m]);
         high[m] = _mm512_fmadd_ps(factor, second, high[m]);
       }
     }
+#pragma GCC unroll 16
     for (int m = 0; m < M; ++m) _mm512_storeu_ps(sum[m], low[m]), _mm512_storeu_ps(sum[m] + 16, high[m]);
   }
 };
@@ -76,9 +79,11 @@ template <int M>
 struct Tile<at::BFloat16, M> {
   static void sums(const at::BFloat16* x, int64_t inputs, const at::BFloat16* w, float (*sum)[TILE]) {
     __m512 low[M], high[M];
+#pragma GCC unroll 16
     for (int m = 0; m < M; ++m) low[m] = _mm512_loadu_ps(sum[m]), high[m] = _mm512_loadu_ps(sum[m] + 16);
     const auto add = [&](int64_t k, auto width) {
       const __m512bh first = (__m512bh)_mm512_loadu_si512(w), second = (__m512bh)_mm512_loadu_si512(w + TILE);
+#pragma GCC unroll 16
       for (int m = 0; m < M; ++m) {
         int32_t pair = 0;
         std::memcpy(&pair, x + m * inputs + k, width);
@@ -93,6 +98,7 @@ struct Tile<at::BFloat16, M> {
       add(k, std::integral_constant<size_t, 4>{});
     }
     if (inputs % 2) add(inputs - 1, std::integral_constant<size_t, 2>{});
+#pragma GCC unroll 16
     for (int m = 0; m < M; ++m) _mm512_storeu_ps(sum[m], low[m]), _mm512_storeu_ps(sum[m] + 16, high[m]);
   }
 };

@@ -11,7 +11,7 @@ from corolla.checkpoint.parts import block_part
 from corolla.checkpoint.prepared import PreparedParts
 from corolla.errors import InvalidValueError
 from corolla.kernels.build import load_kernels
-from corolla.kernels.packing import linear_names
+from corolla.kernels.packed_layers import linear_names
 from corolla.model import attention
 from corolla.model.family import family_of
 from corolla.model.linears import use_linears

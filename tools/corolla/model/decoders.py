@@ -18,7 +18,8 @@ from corolla.model.block_range import BlockRange
 from corolla.model.graphs import GraphedChain
 from corolla.model.later import Later
 from corolla.model.lora import AdapterTables, GroupedRows, RowAdapters, adapted
-from corolla.model.programs import BlockProgram, BlockPrograms
+from corolla.model.program_chain import ProgramChain
+from corolla.model.programs import Programs
 
 ANY = 0
 """Any number of rows; see ProgramSpec."""
@@ -133,44 +134,41 @@ class CompiledChain:
 
     def __init__(self, parts: PreparedParts, blocks: BlockRange, arena: KVArena, sizes: Sequence[int]) -> None:
         """Compiles what the disk cache does not hold yet, one size per processor at a time, some 10 s each."""
-        programs = BlockPrograms(parts, arena.layout.page_size)
+        programs, page_size = Programs(parts), arena.layout.page_size
         self._blocks = blocks.blocks
-        self._own = slice(None)
-        self._caches = [paged_block(arena, index) for index in blocks.blocks]
-        self._weights = [list(layer.parameters()) for layer in blocks.layers]
+        self._part = range(len(blocks.layers))
         self._tables = AdapterTables(blocks.adapted_layers)
         self._eager = EagerChain(blocks, arena)
+        caches = [paged_block(arena, index) for index in blocks.blocks]
+        own = [
+            [cache.keys, cache.values, *layer.parameters()] for cache, layer in zip(caches, blocks.layers, strict=True)
+        ]
 
-        def programs_of(size: int) -> list[BlockProgram]:
+        def chain(size: int, *, adapters: bool = False) -> ProgramChain:
             layers = zip(blocks.layers, blocks.blocks, strict=True)
-            return [programs.get(layer, index, size) for layer, index in layers]
+            files = [programs.block(layer, index, size, page_size, adapters=adapters) for layer, index in layers]
+            return ProgramChain(files, own)
 
         kinds = [*sizes, ANY]
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-            self._programs = dict(zip(kinds, pool.map(programs_of, kinds), strict=True))
-
-        def adapted_programs() -> list[BlockProgram]:
-            layers = zip(blocks.layers, blocks.blocks, strict=True)
-            return [programs.get(layer, index, ANY, adapters=True) for layer, index in layers]
-
-        self._adapted_programs = Later(adapted_programs, "rows with adapters run without a compiled decoder")
+            self._chains = dict(zip(kinds, pool.map(chain, kinds), strict=True))
+        self._adapted = Later(lambda: chain(ANY, adapters=True), "rows with adapters run without a compiled decoder")
 
     def part(self, blocks: BlockRange) -> "CompiledChain":
         """Some of the blocks, with the programs that are there."""
         part = copy(self)
-        own = slice(blocks.blocks.start - self._blocks.start, blocks.blocks.stop - self._blocks.start)
-        part._own = own
-        part._caches, part._weights = self._caches[own], self._weights[own]
+        start = blocks.blocks.start - self._blocks.start + self._part.start
+        part._blocks, part._part = blocks.blocks, range(start, start + len(blocks.blocks))
         part._tables = AdapterTables(blocks.adapted_layers)
-        part._eager = self._eager.part(own)
+        part._eager = self._eager.part(slice(part._part.start - self._part.start, part._part.stop - self._part.start))
         return part
 
     def __call__(
         self, hidden_states: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, rows: PagedRows
     ) -> torch.Tensor:
         """See ChainStep."""
-        programs = self._programs.get(len(hidden_states), self._programs[ANY])[self._own]
-        return self._run(programs, self._weights, hidden_states, cosines, sines, rows)
+        chain = self._chains.get(len(hidden_states), self._chains[ANY])
+        return chain(hidden_states, (cosines, sines, rows.pages, rows.positions), part=self._part)[0]
 
     def step_adapted(
         self,
@@ -181,31 +179,15 @@ class CompiledChain:
         adapters: RowAdapters,
     ) -> torch.Tensor:
         """See AdaptedStep. On programs for any number of rows; until they are compiled, on the modules themselves."""
-        programs = self._adapted_programs.get()
-        if programs is None:
+        chain = self._adapted.get()
+        if chain is None:
             return self._eager.step_adapted(hidden_states, cosines, sines, rows, adapters)
-        tables = self._tables.of_rows(adapters)
-        weights = [[*own, table] for own, table in zip(self._weights, tables, strict=True)]
-        return self._run(programs[self._own], weights, hidden_states, cosines, sines, rows)
-
-    def _run(
-        self,
-        programs: Sequence[BlockProgram],
-        weights: Sequence[Sequence[torch.Tensor]],
-        hidden_states: torch.Tensor,
-        cosines: torch.Tensor,
-        sines: torch.Tensor,
-        rows: PagedRows,
-    ) -> torch.Tensor:
-        """Block by block, each with what follows the step in its program's inputs."""
-        for program, cache, own in zip(programs, self._caches, weights, strict=True):
-            inputs = [hidden_states, cosines, sines, cache.keys, cache.values, rows.pages, rows.positions, *own]
-            (hidden_states,) = program(inputs)
-        return hidden_states
+        shared = (cosines, sines, rows.pages, rows.positions)
+        return chain(hidden_states, shared, self._tables.of_rows(adapters), self._part)[0]
 
     def compile_adapted(self) -> None:
         """Compiles what `step_adapted` needs now, and waits for it."""
-        self._adapted_programs.wait()
+        self._adapted.wait()
 
 
 class EagerChain:

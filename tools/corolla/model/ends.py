@@ -9,6 +9,8 @@ from corolla.errors import InvalidValueError
 from corolla.kernels.build import load_kernels
 from corolla.model.family import family_of
 from corolla.model.loading import load_module
+from corolla.model.program_chain import ProgramChain
+from corolla.model.programs import Programs
 
 
 class Embedding:
@@ -32,14 +34,22 @@ class Embedding:
     def __call__(self, input_ids: torch.Tensor) -> torch.Tensor:
         if self._parts.generation != self._generation:
             self._open()
+        if self._weight.device.type != "cpu":
+            self._check(input_ids)
+        try:
+            hidden_states = nn.functional.embedding(input_ids.to(self._weight.device), self._weight)
+        except IndexError:
+            self._check(input_ids)
+            raise
+        if self._scale is not None:
+            hidden_states = hidden_states * self._scale
+        return hidden_states if self._norm is None else self._norm(hidden_states)
+
+    def _check(self, input_ids: torch.Tensor) -> None:
         vocabulary = self._weight.shape[0]
         outside = (input_ids < 0) | (input_ids >= vocabulary)
         if bool(outside.any()):
             raise InvalidValueError("input_ids", int(input_ids[outside][0]), f"0 to {vocabulary - 1}")
-        hidden_states = nn.functional.embedding(input_ids.to(self._weight.device), self._weight)
-        if self._scale is not None:
-            hidden_states = hidden_states * self._scale
-        return hidden_states if self._norm is None else self._norm(hidden_states)
 
 
 class Head:
@@ -47,6 +57,7 @@ class Head:
 
     def __init__(self, parts: PreparedParts) -> None:
         self._parts = parts
+        self._program: ProgramChain | None = None
         self._open()
 
     def _open(self) -> None:
@@ -70,6 +81,23 @@ class Head:
         else:
             logits = nn.functional.linear(normed, self._projection)
         return logits.float().cpu()
+
+    def compile(self) -> "Head":
+        """Lets `best` run as one program where weights are packed; compiled if it is not in the disk cache yet."""
+        if self._parts.packed:
+            file = Programs(self._parts).head(self._norm, self._projection)
+            self._program = ProgramChain([file], [[self._projection, *self._norm.parameters()]])
+        return self
+
+    @torch.inference_mode()
+    def best(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
+        """Hidden states [N, 1, H] to logits [N, V], as above, and the number of the greatest of each row."""
+        if self._program is not None:
+            logits, best = self._program(hidden_states)
+        else:
+            logits = self(hidden_states)[:, 0]
+            best = logits.argmax(-1)
+        return logits, best.tolist()
 
 
 def _submodule(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from corolla.kernels.packing import PackedLinear, replace_linears, use_packed_experts
+from corolla.kernels.packed_layers import PackedLinear, replace_linears, use_packed_experts
 from corolla.kernels.quantized_packing import PackedInt8Linear, PackedNF4Linear
 from corolla.quantization import INT8, NF4, NONE
 

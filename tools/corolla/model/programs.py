@@ -1,6 +1,7 @@
-"""Decoder layers compiled ahead of time by inductor, one program per batch size, stored in the disk cache.
+"""Decoder layers and the head compiled ahead of time by inductor, stored in the disk cache.
 
-A program takes a block's weights as inputs: one is compiled and serves all blocks that are alike, in every process.
+A program takes weights as inputs: one is compiled per batch size and serves all blocks that are alike, in every
+process.
 """
 
 import hashlib
@@ -9,9 +10,9 @@ import logging
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Protocol
 
 import torch
 import transformers
@@ -19,69 +20,70 @@ from torch import nn
 
 from corolla.checkpoint.prepared import PreparedParts
 from corolla.errors import EnvironmentProblemError
-from corolla.kernels.build import compiler, load_kernels, machine_key
+from corolla.kernels.build import compiler, machine_key
+from corolla.kernels.packed_layers import wide_weights
+from corolla.quantization import NONE
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 4
-
-
-class BlockProgram(Protocol):
-    """A compiled block: the inputs of corolla.model.compilation.BlockStep, as a flat list, to its output."""
-
-    def __call__(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]: ...
+FORMAT = 5
 
 
 @dataclass(frozen=True)
 class ProgramSpec:
     """What to compile: one block of a checkpoint in a dtype, for `rows` rows and pages of `page_size` positions.
 
-    0 `rows` are any number of them. `quant` is how linear layers are quantized. With `adapters`, rows may be adapted;
-    see corolla.model.lora.
+    0 `rows` are any number of them. `quant` is how linear layers are quantized; the weights `wide` are not compact,
+    see corolla.kernels.packed_layers. With `adapters`, rows may be adapted; see corolla.model.lora. The `block` None
+    is the head, for any number of rows.
     """
 
     checkpoint: str
-    block: int
+    block: int | None
     dtype: str
-    quant: str
-    rows: int
-    page_size: int
+    wide: list[str]
+    quant: str = NONE
+    rows: int = 0
+    page_size: int = 0
     adapters: bool = False
 
 
-class BlockPrograms:
-    """The programs of one model in this process."""
+class Programs:
+    """The programs of one model, as files of the disk cache."""
 
-    def __init__(self, parts: PreparedParts, page_size: int) -> None:
-        load_kernels()
+    def __init__(self, parts: PreparedParts) -> None:
         config = parts.checkpoint.config
-        self._checkpoint = parts.checkpoint.path
+        self._checkpoint = str(parts.checkpoint.path)
         self._dtype = str(parts.dtype).removeprefix("torch.")
         self._quant = parts.quant
         self._config_key = json.dumps(config.to_dict() | {"_name_or_path": ""}, sort_keys=True, default=str)
         self._layer_types = getattr(config, "layer_types", None)
-        self._page_size = page_size
         self._disk = parts.cache
-        self._loaded: dict[str, BlockProgram] = {}
 
-    def get(self, block: nn.Module, index: int, rows: int, *, adapters: bool = False) -> BlockProgram:
+    def block(self, block: nn.Module, index: int, rows: int, page_size: int, *, adapters: bool = False) -> Path:
         """The program for `rows` rows (0: any number) of block `index`, compiled if it is not in the disk cache yet.
 
         EnvironmentProblemError when that fails, without a C++ compiler for example.
         """
-        key = self._key(block, index, rows, adapters)
-        if key not in self._loaded:
-            spec = ProgramSpec(str(self._checkpoint), index, self._dtype, self._quant, rows, self._page_size, adapters)
-            file = self._disk.file(f"programs/{key}.pt2", lambda target: _compile(spec, target))
-            self._loaded[key] = torch._inductor.aoti_load_package(str(file)).loader.run
-        return self._loaded[key]
-
-    def _key(self, block: nn.Module, index: int, rows: int, adapters: bool) -> str:
-        weights = [(name, tuple(weight.shape), str(weight.dtype)) for name, weight in block.named_parameters()]
-        versions = (FORMAT, machine_key(), transformers.__version__)
+        wide = wide_weights(block)
+        spec = ProgramSpec(self._checkpoint, index, self._dtype, wide, self._quant, rows, page_size, adapters)
         kind = self._layer_types and self._layer_types[index]
-        parts = (*versions, rows, *(["adapters"] * adapters), self._page_size, weights, kind, self._config_key)
-        return hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
+        return self._get(spec, (rows, *(["adapters"] * adapters), page_size, _forms(block.named_parameters()), kind))
+
+    def head(self, norm: nn.Module, projection: torch.Tensor) -> Path:
+        """The program of the final norm and a packed projection; like `block`."""
+        wide = [] if projection.dtype == torch.uint8 else ["projection"]
+        spec = ProgramSpec(self._checkpoint, None, self._dtype, wide)
+        return self._get(spec, ("head", _forms([*norm.named_parameters(), ("projection", projection)])))
+
+    def _get(self, spec: ProgramSpec, key_parts: tuple[object, ...]) -> Path:
+        versions = (FORMAT, machine_key(), transformers.__version__)
+        key = hashlib.sha256(repr((*versions, *key_parts, self._config_key)).encode()).hexdigest()[:24]
+        return self._disk.file(f"programs/{key}.pt2", lambda target: _compile(spec, target))
+
+
+def _forms(weights: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, tuple[int, ...], str]]:
+    return [(name, tuple(weight.shape), str(weight.dtype)) for name, weight in weights]
 
 
 def _compile(spec: ProgramSpec, target: Path) -> None:
@@ -93,7 +95,11 @@ def _compile(spec: ProgramSpec, target: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise EnvironmentProblemError(
-            f"the decoder for {spec.rows or 'any number of'} rows cannot be compiled: {done.stderr[-3000:]}; try "
+            f"{_in_words(spec)} cannot be compiled: {done.stderr[-3000:]}; try "
             "another compiler (CXX), or write the repository with --decoder eager"
         )
-    logger.info("compiled the decoder for %s rows in %.0f s", spec.rows or "any number of", time.monotonic() - began)
+    logger.info("compiled %s in %.0f s", _in_words(spec), time.monotonic() - began)
+
+
+def _in_words(spec: ProgramSpec) -> str:
+    return "the head" if spec.block is None else f"the decoder for {spec.rows or 'any number of'} rows"

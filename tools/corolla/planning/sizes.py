@@ -12,7 +12,8 @@ from transformers import PretrainedConfig
 from corolla.checkpoint.parts import EMBEDDING, HEAD
 from corolla.checkpoint.quantized_layers import NESTED_BLOCK
 from corolla.checkpoint.stored_quant import stored_quant
-from corolla.kernels.packing import linear_layers, packed_shape
+from corolla.kernels.compact_packing import stored_size
+from corolla.kernels.packed_layers import linear_layers
 from corolla.kernels.quantized_packing import NF4_BLOCK
 from corolla.kv.layout import KVLayout
 from corolla.model.family import family_of
@@ -59,8 +60,9 @@ def part_bytes(part: str, config: PretrainedConfig, form: WeightForm) -> int:
     with torch.device("meta"):
         norm = family.final_norm if part == HEAD else family.embedding_norm
         norm_elements = 0 if norm is None else sum(t.numel() for t in norm(config).state_dict().values())
-    shape = packed_shape(outputs, inputs, form.dtype) if part == HEAD and form.packed else (outputs, inputs)
-    return (torch.Size(shape).numel() + norm_elements) * itemsize
+    plain = outputs * inputs * itemsize
+    weight = stored_size(outputs, inputs, form.dtype) if part == HEAD and form.packed else plain
+    return weight + norm_elements * itemsize
 
 
 def ends_bytes(config: PretrainedConfig, form: WeightForm) -> int:

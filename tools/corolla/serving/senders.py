@@ -1,8 +1,7 @@
-"""Responses are sent from threads of their own, so that the generate loop never waits for a client."""
+"""Responses are sent from a thread of their own, so that the generate loop never waits for a client."""
 
 import logging
 import time
-from itertools import cycle
 from queue import SimpleQueue
 from threading import Lock, Thread
 from typing import Any
@@ -14,26 +13,27 @@ from corolla.serving.adapter import FINAL, error_response, response
 
 logger = logging.getLogger(__name__)
 
-SENDER_THREADS = 4
 RESPONSES_PER_SECOND = 250
 """What all streams together may send. Each response costs processor time in this process, in tritonserver and in a
 client beside them, which is taken from the step: with more streams, tokens go out together."""
 
 
-class SenderThreads:
-    """A few threads; each stream belongs to one of them, as a response sender wants it."""
+class SenderThread:
+    """Sends the responses of all streams.
+
+    One thread: handing a response to Triton does not wait for its client, and several would only take the interpreter
+    from each other and from the loop.
+    """
 
     def __init__(self) -> None:
-        self._queues: list[SimpleQueue[ResponseStream]] = [SimpleQueue() for _ in range(SENDER_THREADS)]
-        self._next = cycle(self._queues)
+        self._queue: SimpleQueue[ResponseStream] = SimpleQueue()
         self._guard = Lock()
         self._streams = 0
-        for queue in self._queues:
-            Thread(target=self._run, args=(queue,), name="sender", daemon=True).start()
+        Thread(target=self._run, name="sender", daemon=True).start()
 
     def stream(self, sender: Any, *, streaming: bool) -> "ResponseStream":
         """The output of one request."""
-        return ResponseStream(self, sender, next(self._next), streaming=streaming)
+        return ResponseStream(self, sender, self._queue, streaming=streaming)
 
     @property
     def interval(self) -> float:
@@ -45,10 +45,9 @@ class SenderThreads:
         with self._guard:
             self._streams += change
 
-    @staticmethod
-    def _run(queue: SimpleQueue["ResponseStream"]) -> None:
+    def _run(self) -> None:
         while True:
-            queue.get().flush()
+            self._queue.get().flush()
 
 
 class ResponseStream:
@@ -58,9 +57,9 @@ class ResponseStream:
     """
 
     def __init__(
-        self, threads: SenderThreads, sender: Any, queue: SimpleQueue["ResponseStream"], *, streaming: bool
+        self, thread: SenderThread, sender: Any, queue: SimpleQueue["ResponseStream"], *, streaming: bool
     ) -> None:
-        self._threads = threads
+        self._thread = thread
         self._sender = sender
         self._queue = queue
         self._streaming = streaming
@@ -83,7 +82,7 @@ class ResponseStream:
         """See corolla.generate.sequence.Output."""
         self._session_id = session_id
         self._counted = True
-        self._threads.count(1)
+        self._thread.count(1)
 
     def send(self, text: str, finished: Finished | None) -> None:
         """See corolla.generate.sequence.Output."""
@@ -100,12 +99,12 @@ class ResponseStream:
             self._schedule()
 
     def flush(self) -> None:
-        """Sends what has piled up; notices that the client is gone. Called by the stream's thread alone."""
+        """Sends what has piled up; notices that the client is gone. Called by the sender's thread alone."""
         if self.cancelled:
             return
         with self._lock:
             self._scheduled = False
-            self._next_flush = time.monotonic() + self._threads.interval
+            self._next_flush = time.monotonic() + self._thread.interval
             ended = self._finished is not None or self._error is not None
             text, finished, error = self._text, self._finished, self._error
             if self._streaming or ended:
@@ -125,7 +124,7 @@ class ResponseStream:
             self.cancelled = True
         if self._counted and (ended or self.cancelled):
             self._counted = False
-            self._threads.count(-1)
+            self._thread.count(-1)
 
     def _session(self) -> dict[str, Any]:
         """The session's id, once: with the first response."""
