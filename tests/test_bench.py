@@ -22,6 +22,7 @@ from corolla.bench.overhead import Overhead
 from corolla.bench.pictures import DRAWINGS, draw_files
 from corolla.bench.serving import bench_server, make_plan
 from corolla.bench.sizes import rows_of_step
+from corolla.bench.stalls import stalls
 from corolla.bench.streaming import streamed_steps
 from corolla.bench.tables import markdown
 from corolla.cli.main import cli
@@ -55,6 +56,13 @@ SAMPLES: dict[str, dict[str, Any]] = {
         ]
     },
 }
+
+
+def test_gaps_count_for_the_prompt_that_they_overlap() -> None:
+    gaps = [(0.0, 0.010), (0.010, 0.022), (1.0, 1.011), (1.011, 1.040), (1.040, 1.050), (2.0, 2.030)]
+    result = stalls(gaps, [(1.005, 1.045)], 1024, 4)
+    assert (round(result.undisturbed, 6), round(result.p99, 6), round(result.prompt, 6)) == (12.0, 29.0, 40.0)
+    assert round(result.ratio, 3) == 2.417
 
 
 def times(*ratios: float) -> list[StepTimes]:
@@ -222,6 +230,17 @@ def compare_quantizations(checkpoint: Path, folder: Path) -> None:
     assert "| Corolla, nf4 | 0.0 | " in result.output
 
 
+def watch_streams(checkpoint: Path, folder: Path) -> None:
+    file = folder / "stalls.json"
+    chosen = ("--streams", 2, "--prompt-tokens", 100, "--seconds", 0.2, "--max-batch-size", 4, "--rounds", 1)
+    result = bench("stalls", checkpoint, "--threads", 1, *chosen, "--json", file)
+    assert result.exit_code == 0, result.output
+    figures = read_figures(file)
+    assert (figures["streams"], figures["prompt_tokens"]) == (2, 100)
+    assert figures["undisturbed"] > 0
+    assert figures["p99"] > 0
+
+
 def run_benchmarks(checkpoint: Path, folder: Path) -> None:
     """Every subcommand as briefly as it can."""
     options: dict[str, tuple[object, ...]] = {
@@ -236,6 +255,7 @@ def run_benchmarks(checkpoint: Path, folder: Path) -> None:
         "mirror": ("--clients", "2", "--seconds", 0.2, "--max-batch-size", 4),
     }  # fmt: skip
     compare_quantizations(checkpoint, folder)
+    watch_streams(checkpoint, folder)
     figures = {}
     for name, chosen in options.items():
         file = folder / f"{name}.json"

@@ -237,6 +237,41 @@ def sizes(
     write_figures(json_file, Setting.of("sizes", plan), to_json(results))
 
 
+@command.command(epilog="Example: corolla bench stalls .cache/demo-checkpoint --prompt-tokens 256 --json stalls.json")
+@_CHECKPOINT
+@_DTYPE
+@_QUANT
+@click.option("--streams", type=click.IntRange(1, 64), default=4, show_default=True, help="That run all the time.")
+@click.option("--prompt-tokens", type=click.IntRange(2), default=1024, show_default=True, help="Of each long prompt.")
+@click.option("--seconds", type=click.FloatRange(0.1, 60), default=2.0, show_default=True, help="Before each prompt.")
+@_max_batch_size(16)
+@_THREADS
+@_ROUNDS
+@_JSON
+def stalls(
+    checkpoint: "Source",
+    dtype: str,
+    quant: str,
+    streams: int,
+    prompt_tokens: int,
+    seconds: float,
+    max_batch_size: int,
+    threads: int,
+    rounds: int,
+    json_file: Path | None,
+) -> None:
+    """Measure how long streams wait for their next response while a long prompt is computed."""
+    from corolla.bench.figures import Setting, write_figures
+    from corolla.bench.serving import bench_server, make_plan
+    from corolla.bench.stalls import measure_stalls, table
+
+    plan = make_plan(checkpoint, dtype, threads=threads, max_batch_size=max_batch_size, quant=quant)
+    with bench_server(plan) as server:
+        result = measure_stalls(server, streams, prompt_tokens, seconds, rounds)
+    click.echo(table(result))
+    write_figures(json_file, Setting.of("stalls", plan), result.to_json())
+
+
 @command.command(epilog="Example: corolla bench mirror .cache/demo-checkpoint --clients 1,4 --json mirror.json")
 @_CHECKPOINT
 @_DTYPE

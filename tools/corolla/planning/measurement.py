@@ -25,7 +25,7 @@ from corolla.repository.reading import served_model
 from corolla.serving.parameters import ServedModel
 from corolla.threads import thread_count
 
-FORMAT = 2
+FORMAT = 3
 MOST_BLOCKS = 8
 MOST_BYTES = 4 * 2**30
 """As many blocks are run, and as many bytes of them: more than caches of processors hold, less than takes long."""

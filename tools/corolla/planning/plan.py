@@ -9,6 +9,7 @@ from transformers import PretrainedConfig
 
 from corolla.dtypes import DType
 from corolla.errors import CorollaError, InvalidValueError
+from corolla.kernels.compact_packing import is_compact
 from corolla.kv.layout import DEFAULT_PAGE_SIZE, KVLayout, default_attn_cache_tokens
 from corolla.planning.fitting import Needs, Room, blocks_that_fit, shortage
 from corolla.planning.machine import DeviceMemory
@@ -201,8 +202,8 @@ def _needs(setup: Setup, numbers: Numbers) -> Needs:
     """Of one device. On CPUs, all shards are on the same one."""
     config, form, dtype = setup.config, setup.form, setup.dtype.name
     ranks = range(setup.shards) if setup.device == "cpu" else range(1)
-    in_words = f"{dtype}, {'packed' if setup.packed else 'plain'}"
-    in_words = in_words if setup.quant == NONE else f"{setup.quant} and {in_words}"
+    kind = "plain" if not setup.packed else "compact" if is_compact(form.dtype) else "packed"
+    in_words = f"{dtype}, {kind}" if setup.quant == NONE else f"{setup.quant} and {dtype}, {kind}"
     if setup.shards > 1:
         in_words += f", {len(ranks)} of {setup.shards} shards"
     block = numbers.add(

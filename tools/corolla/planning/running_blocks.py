@@ -35,7 +35,7 @@ class RunningBlocks:
             host = opener.submit(Host, self._model).result()
             self._table = host.session_table()
             self._service = opener.submit(lambda: HostedBlocks(host, self._table).current).result()
-        self._ends = (Embedding(host.parts), Head(host.parts)) if ends else None
+        self._ends = (Embedding(host.parts), Head(host.parts).compile()) if ends else None
         self._hidden_size = config.hidden_size
         self.forward_positions = min(FORWARD_POSITIONS, self._longest)
         self._sequence = self._states(1, self.forward_positions)
@@ -65,7 +65,7 @@ class RunningBlocks:
         """One token through embedding and head, and the choice of the next."""
         assert self._ends is not None
         embedding, head = self._ends
-        head(embedding(torch.tensor([[0]]))).argmax()
+        head.best(embedding(torch.tensor([[0]])))
 
     def touch_cache(self) -> None:
         """Uses all of it, as a server that is full."""
