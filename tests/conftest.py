@@ -28,6 +28,7 @@ LONGEST = (
     "remote", "test_bench", "test_decoders", "test_chaos", "test_served_balance", "test_launcher",
     "test_family_decoders", "test_served_adapters", "test_served_swarm", "test_served_families", "test_quantization",
     "test_served_bfloat16", "test_served_tensor_parallel", "test_served_span", "test_tensor_parallel", "test_kernels",
+    "test_compact",
 )  # fmt: skip
 
 

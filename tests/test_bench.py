@@ -17,7 +17,6 @@ from corolla.bench.figures import Setting, read_figures, write_figures
 from corolla.bench.lengths import StepTimes, crossing, powers_of_two
 from corolla.bench.memory import read_speed
 from corolla.bench.merged import crossing_text
-from corolla.bench.mirror import percentile
 from corolla.bench.overhead import Overhead
 from corolla.bench.pictures import DRAWINGS, draw_files
 from corolla.bench.serving import bench_server, make_plan
@@ -25,6 +24,7 @@ from corolla.bench.sizes import rows_of_step
 from corolla.bench.stalls import stalls
 from corolla.bench.streaming import streamed_steps
 from corolla.bench.tables import markdown
+from corolla.bench.timing import percentile
 from corolla.cli.main import cli
 from corolla.errors import CorollaError
 from corolla.generate.sequence import Finished

@@ -16,6 +16,7 @@ from corolla.bench.lengths import MERGED, milliseconds
 from corolla.bench.serving import BenchServer
 from corolla.bench.stepping import SteppedSession, random_states
 from corolla.bench.tables import markdown
+from corolla.bench.timing import percentile
 
 POSITIONS = 64
 """After so many steps, a client goes back to the beginning of its session."""
@@ -74,12 +75,6 @@ def _closed_loop(session: SteppedSession, server: BenchServer, barrier: Barrier,
         position = len(latencies) % POSITIONS
         latencies.append(milliseconds(lambda at=position: session.step(MERGED, hidden_states, at)))  # type: ignore[misc]
     return latencies
-
-
-def percentile(values: Sequence[float], percent: float) -> float:
-    """The smallest value that at least `percent` of all do not exceed."""
-    ordered = sorted(values)
-    return ordered[max(0, -int(-len(ordered) * percent // 100) - 1)]
 
 
 def _rows_and_batches(client: grpc_client.InferenceServerClient) -> tuple[int, int]:

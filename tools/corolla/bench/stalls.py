@@ -13,10 +13,10 @@ from typing import Any
 from tqdm import tqdm
 from transformers import AutoTokenizer
 
-from corolla.bench.mirror import percentile
 from corolla.bench.prompts import make_prompts
 from corolla.bench.serving import BenchServer, local_folder
 from corolla.bench.tables import markdown
+from corolla.bench.timing import percentile
 from corolla.client import CorollaClient
 from corolla.errors import CorollaError
 from corolla.model.shape import ModelShape

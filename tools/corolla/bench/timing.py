@@ -46,3 +46,9 @@ def median_result(results: Sequence[RunResult]) -> RunResult:
         whole=statistics.median(r.whole for r in results),
         first_token=statistics.median(r.first_token for r in results),
     )
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The smallest value that at least `percent` of all do not exceed."""
+    ordered = sorted(values)
+    return ordered[max(0, -int(-len(ordered) * percent // 100) - 1)]

@@ -120,30 +120,14 @@ class CompactTile {
   void sums_inside(const at::BFloat16* x, float (*sum)[TILE]) const {
     const uint8_t* codes = codes_;
 #ifdef COROLLA_AVX512_BF16
-    __m512 low[M], high[M];
-#pragma GCC unroll 16
-    for (int m = 0; m < M; ++m) low[m] = _mm512_loadu_ps(sum[m]), high[m] = _mm512_loadu_ps(sum[m] + 16);
     const __m512i smallest = _mm512_set1_epi16(head_.exponent << 7);
-    const auto add = [&](int64_t k, auto width) {
-      __m512i first, second;
-      read_group(codes, smallest, first, second);
-#pragma GCC unroll 16
-      for (int m = 0; m < M; ++m) {
-        int32_t pair = 0;
-        std::memcpy(&pair, x + m * inputs_ + k, width);
-        const __m512bh factor = (__m512bh)_mm512_set1_epi32(pair);
-        low[m] = _mm512_dpbf16_ps(low[m], factor, (__m512bh)first);
-        high[m] = _mm512_dpbf16_ps(high[m], factor, (__m512bh)second);
-      }
-    };
-    for (int64_t k = 0; k + 1 < inputs_; k += 2, codes += GROUP_BYTES) {
+    const auto read = [&](__m512i& first, __m512i& second) {
       _mm_prefetch(reinterpret_cast<const char*>(codes) + AHEAD, _MM_HINT_NTA);
       _mm_prefetch(reinterpret_cast<const char*>(codes) + AHEAD + 64, _MM_HINT_NTA);
-      add(k, std::integral_constant<size_t, 4>{});
-    }
-    if (inputs_ % 2) add(inputs_ - 1, std::integral_constant<size_t, 2>{});
-#pragma GCC unroll 16
-    for (int m = 0; m < M; ++m) _mm512_storeu_ps(sum[m], low[m]), _mm512_storeu_ps(sum[m] + 16, high[m]);
+      read_group(codes, smallest, first, second);
+      codes += GROUP_BYTES;
+    };
+    add_products<M>(x, inputs_, read, sum);
 #else
     for (int64_t k = 0; k < inputs_; k += 2, codes += GROUP_BYTES) {
       alignas(64) uint16_t bits[GROUP_WEIGHTS];
@@ -166,7 +150,7 @@ class CompactTile {
 
 // The smallest of the exponents in a row that most weights have.
 inline int32_t commonest_exponents(const uint16_t* bits, int64_t groups, int64_t inputs, int64_t width) {
-  int32_t counts[256 + EXPONENTS] = {};
+  int32_t counts[256] = {};
   for (int64_t i = 0; i < groups * GROUP_WEIGHTS; ++i)
     if (i % GROUP_WEIGHTS / 2 < width && i / GROUP_WEIGHTS * 2 + i % 2 < inputs) ++counts[bits[i] >> 7 & 255];
   int64_t inside = 0, most = 0;

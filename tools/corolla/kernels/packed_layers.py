@@ -24,31 +24,31 @@ class PackedWeights(nn.Module):
         """For a weight [out_features, in_features] of `dtype`; with a dimension of experts in front, for each."""
         *leading, outputs, inputs = like.shape
         self.dtype = dtype
-        self._wide[name] = (*leading, *packed_shape(outputs, inputs, dtype))
+        wide = self._wide[name] = (*leading, *packed_shape(outputs, inputs, dtype))
         if is_compact(dtype):
             self._set_empty(name, (*leading, *compact_shape(outputs, inputs)), torch.uint8, like.device)
         else:
-            self.widen(name, like.device)
+            self._set_empty(name, wide, dtype, like.device)
 
     @property
     def wide(self) -> list[str]:
         """The names of its weights that are not compact though others of their dtype are."""
+        if not is_compact(self.dtype):
+            return []
         return [name for name, shape in self._wide.items() if self.get_parameter(name).shape == shape]
 
-    def widen(self, name: str, device: torch.device | None = None) -> None:
+    def widen(self, name: str) -> None:
         """Lets a weight be packed only, with all bits of its dtype."""
-        self._set_empty(name, self._wide[name], self.dtype, device)
+        self._set_empty(name, self._wide[name], self.dtype, self.get_parameter(name).device)
 
-    def _set_empty(
-        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | None = None
-    ) -> None:
+    def _set_empty(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         setattr(self, name, nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False))
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
         for name, shape in self._wide.items():
             stored = state_dict.get(prefix + name)
             if stored is not None and stored.shape == shape:
-                self.widen(name, self.get_parameter(name).device)
+                self.widen(name)
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
@@ -95,9 +95,9 @@ class PackedExperts(PackedWeights):
 
 
 def wide_weights(module: nn.Module) -> list[str]:
-    """The names of a module's weights that are packed but not compact though others of their dtype are."""
+    """The names of a module's weights that are not compact though others of their dtype are."""
     packed = {prefix: child for prefix, child in module.named_modules() if isinstance(child, PackedWeights)}
-    return [f"{prefix}.{name}" for prefix, child in packed.items() for name in child.wide if is_compact(child.dtype)]
+    return [f"{prefix}.{name}" for prefix, child in packed.items() for name in child.wide]
 
 
 def widen(module: nn.Module, names: list[str]) -> nn.Module:
@@ -106,7 +106,7 @@ def widen(module: nn.Module, names: list[str]) -> nn.Module:
         owner, _, own = name.rpartition(".")
         child = module.get_submodule(owner)
         assert isinstance(child, PackedWeights)
-        child.widen(own, child.get_parameter(own).device)
+        child.widen(own)
     return module
 
 

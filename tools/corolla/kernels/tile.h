@@ -75,31 +75,40 @@ struct Tile<float, M> {
 #endif
 
 #ifdef COROLLA_AVX512_BF16
+// Adds products to sum[m] for M rows; read(first, second) gives the weights of the next two inputs.
+template <int M, typename Read>
+void add_products(const at::BFloat16* x, int64_t inputs, const Read& read, float (*sum)[TILE]) {
+  __m512 low[M], high[M];  // stay in registers only if these loops are unrolled early
+#pragma GCC unroll 16
+  for (int m = 0; m < M; ++m) low[m] = _mm512_loadu_ps(sum[m]), high[m] = _mm512_loadu_ps(sum[m] + 16);
+  const auto add = [&](int64_t k, auto width) {
+    __m512i first, second;
+    read(first, second);
+#pragma GCC unroll 16
+    for (int m = 0; m < M; ++m) {
+      int32_t pair = 0;
+      std::memcpy(&pair, x + m * inputs + k, width);
+      const __m512bh factor = (__m512bh)_mm512_set1_epi32(pair);
+      low[m] = _mm512_dpbf16_ps(low[m], factor, (__m512bh)first);
+      high[m] = _mm512_dpbf16_ps(high[m], factor, (__m512bh)second);
+    }
+  };
+  for (int64_t k = 0; k + 1 < inputs; k += 2) add(k, std::integral_constant<size_t, 4>{});
+  if (inputs % 2) add(inputs - 1, std::integral_constant<size_t, 2>{});
+#pragma GCC unroll 16
+  for (int m = 0; m < M; ++m) _mm512_storeu_ps(sum[m], low[m]), _mm512_storeu_ps(sum[m] + 16, high[m]);
+}
+
 template <int M>
 struct Tile<at::BFloat16, M> {
   static void sums(const at::BFloat16* x, int64_t inputs, const at::BFloat16* w, float (*sum)[TILE]) {
-    __m512 low[M], high[M];
-#pragma GCC unroll 16
-    for (int m = 0; m < M; ++m) low[m] = _mm512_loadu_ps(sum[m]), high[m] = _mm512_loadu_ps(sum[m] + 16);
-    const auto add = [&](int64_t k, auto width) {
-      const __m512bh first = (__m512bh)_mm512_loadu_si512(w), second = (__m512bh)_mm512_loadu_si512(w + TILE);
-#pragma GCC unroll 16
-      for (int m = 0; m < M; ++m) {
-        int32_t pair = 0;
-        std::memcpy(&pair, x + m * inputs + k, width);
-        const __m512bh factor = (__m512bh)_mm512_set1_epi32(pair);
-        low[m] = _mm512_dpbf16_ps(low[m], factor, first);
-        high[m] = _mm512_dpbf16_ps(high[m], factor, second);
-      }
-    };
-    for (int64_t k = 0; k + 1 < inputs; k += 2, w += 2 * TILE) {
+    const auto read = [&](__m512i& first, __m512i& second) {
       _mm_prefetch(reinterpret_cast<const char*>(w) + AHEAD, _MM_HINT_T0);
       _mm_prefetch(reinterpret_cast<const char*>(w) + AHEAD + 64, _MM_HINT_T0);
-      add(k, std::integral_constant<size_t, 4>{});
-    }
-    if (inputs % 2) add(inputs - 1, std::integral_constant<size_t, 2>{});
-#pragma GCC unroll 16
-    for (int m = 0; m < M; ++m) _mm512_storeu_ps(sum[m], low[m]), _mm512_storeu_ps(sum[m] + 16, high[m]);
+      first = _mm512_loadu_si512(w), second = _mm512_loadu_si512(w + TILE);
+      w += 2 * TILE;
+    };
+    add_products<M>(x, inputs, read, sum);
   }
 };
 #endif

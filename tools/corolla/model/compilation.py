@@ -130,7 +130,7 @@ def _projection(config: PretrainedConfig, dtype: torch.dtype, *, wide: bool) -> 
     with torch.device("meta"):
         layer = PackedLinear(nn.Linear(config.hidden_size, config.vocab_size, bias=False), dtype)
     if wide:
-        layer.widen("weight", torch.device("meta"))
+        layer.widen("weight")
     return layer.get_parameter("weight")
 
 
